@@ -117,7 +117,7 @@ class SamplingBody(CommonBody, kw_only=True):
     logprob_token_ids: sampling.LogprobTokenIds | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: ThinkingTokenBudget | None = None
-    """Most tokens of reasoning, after which its end is forced; -1: no bound."""
+    """Maximum number of tokens of reasoning, after which its end is forced; -1: no bound."""
     best_of: sampling.NumSequences | None = None
     """Sequences of which the `n` with the highest mean log-probability are returned."""
     return_progress: bool | None = None

@@ -17,7 +17,7 @@ UNSUPPORTED = "unsupported_parameter"
 _STEP = re.compile(r"\[(\d+)\]|([^.\[\]]+)")
 """One step of a path: an index or a name."""
 _HALF_PAIR = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}(?!\\u[dD][c-fC-F])")
-_MOST_SEARCHED = 2**16
+_MAX_SEARCHED = 2**16
 """Largest body that is decoded again to show a wrong value."""
 _LONGEST_SHOWN = 34
 """Longest JSON of a value that is shown, in bytes."""
@@ -135,7 +135,7 @@ def from_decoding(error: Exception, kind: Any = None, raw: bytes | None = None) 
 
 def _not_json(text: str, raw: bytes | None) -> str:
     """Return why a body is not JSON; the decoder's text leads astray for some characters."""
-    if raw is None or len(raw) > _MOST_SEARCHED:
+    if raw is None or len(raw) > _MAX_SEARCHED:
         return text
     try:
         raw.decode()
@@ -169,7 +169,7 @@ def code_of_id(problem: str) -> str:
 
 def _shown(raw: bytes | None, path: str) -> str | None:
     """Return the JSON text of a number or a short string in a body; None: there is none."""
-    if not path or raw is None or len(raw) > _MOST_SEARCHED:
+    if not path or raw is None or len(raw) > _MAX_SEARCHED:
         return None
     try:
         value = msgspec.json.decode(raw)

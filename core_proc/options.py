@@ -39,7 +39,7 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     pipeline_parallel_size: int = 1
     """Stages that compute different steps at the same time."""
     num_speculative_tokens: int = 0
-    """Most drafts of a request that the worker verifies in one step; 0: no speculation."""
+    """Maximum number of drafts of a request in one step; 0: no speculation."""
     adaptive_speculation: bool = False
     has_draft_model: bool = False
     """A draft model makes the drafts, which costs time; else repetitions do."""
@@ -70,10 +70,10 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     watermark: float = 0.0
 
     def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
+        for name, minimum in _MINIMA.items():
             value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} {value} must be at least {least}")
+            if value is not None and value < minimum:
+                raise ValueError(f"{name} {value} must be at least {minimum}")
         if self.victim_choice not in VICTIM_CHOICES:
             choices = ", ".join(VICTIM_CHOICES)
             raise ValueError(f"victim_choice {self.victim_choice!r} must be one of {choices}")
@@ -144,12 +144,12 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def token_budget(self) -> int:
-        """Most tokens of one step, unless it is stretched."""
+        """Maximum number of tokens of one step, unless it is stretched."""
         budget = self.max_num_scheduled_tokens
         return self.max_num_batched_tokens if budget is None else budget
 
 
-_LEAST = {
+_MINIMA = {
     "num_blocks": 2,
     "block_size": 1,
     "mamba_block_size": 1,

@@ -137,7 +137,7 @@ class Request:
     num_drafts_in_flight: int = 0
     """Drafts among the computed tokens, which a step in flight verifies."""
     draft_limit: int = 0
-    """Most drafts that the worker makes for it, once the next step is sent."""
+    """Maximum number of drafts that the worker makes for it, once the next step is sent."""
     acceptance: Acceptance | None = None
     """How many of its drafts were right; None until the first was verified."""
     num_draft_failures: int = 0

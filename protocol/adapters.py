@@ -106,7 +106,7 @@ def open_weights(path: str) -> io.BufferedReader:
         raise AdapterError(text) from error
 
 
-def _open_regular(path: Path, most_bytes: int) -> io.BufferedReader:
+def _open_regular(path: Path, max_bytes: int) -> io.BufferedReader:
     """Open a regular file of bounded size; AdapterError: it is something else, or too large.
 
     A FIFO without a writer would block its reader for ever, so it is opened without waiting.
@@ -116,8 +116,8 @@ def _open_regular(path: Path, most_bytes: int) -> io.BufferedReader:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise AdapterError(f"{path} is not a regular file")
-        if status.st_size > most_bytes:
-            raise AdapterError(f"{path} has {status.st_size} bytes, more than {most_bytes}")
+        if status.st_size > max_bytes:
+            raise AdapterError(f"{path} has {status.st_size} bytes, more than {max_bytes}")
         return os.fdopen(fd, "rb")
     except BaseException:
         os.close(fd)

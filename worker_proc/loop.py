@@ -39,7 +39,7 @@ SILENCE_S = 5.0
 QUIET_S = 0.1
 """Without a step, after which the runner prepares memory."""
 _LONGEST_SLEEP_S = 1.0
-"""Most that one turn adds to the silence: a process that was stopped could not receive."""
+"""Maximum time that one turn adds to the silence: a process that was stopped could not receive."""
 _FLUSH_MS = 1000
 
 log = logging.getLogger("troika.worker")

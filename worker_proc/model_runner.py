@@ -100,7 +100,7 @@ class ModelRunner:
 
     def _make_drafter(self, model: DraftModel | None, shared: SharedDrafts | None) -> Drafter:
         share = None if shared is None else shared.share
-        return Drafter(self._mirror, model, share, self._least_draft_states())
+        return Drafter(self._mirror, model, share, self._min_draft_states())
 
     def on_wait(self, report: Callable[[], None]) -> None:
         if self._exchange is not None:
@@ -310,7 +310,7 @@ class ModelRunner:
             first += count
         self._publish(pack_results(results))
 
-    def _least_draft_states(self) -> Callable[[], int] | None:
+    def _min_draft_states(self) -> Callable[[], int] | None:
         """Return a function for the number of draft states that all ranks have; None: one rank.
 
         The ranks compare their numbers when it is called, in the first step with drafts.
@@ -319,7 +319,7 @@ class ModelRunner:
             return None
         if self._stage is not None:
             pipe = self._stage.pipe
-            return lambda: pipe.least_draft_states
+            return lambda: pipe.min_draft_states
         if self._exchange is not None:
             return partial(self._exchange.least, self._num_draft_states)
         return None

@@ -39,7 +39,7 @@ class StepTimer:
     """Derives limits from the steps that were observed; reads no clock."""
 
     def __init__(self, recovery: RecoveryConfig) -> None:
-        self._least_s = recovery.hang_timeout_s
+        self._min_s = recovery.hang_timeout_s
         self._factor = recovery.hang_step_factor
         self._first_s = recovery.first_step_timeout_s
         self._classes: dict[int, _SizeClass] = {}
@@ -49,8 +49,8 @@ class StepTimer:
         size = num_tokens.bit_length()
         known = self._classes.get(size)
         if known is not None:
-            return max(self._least_s, self._factor * known.p99_s)
-        return max(self._least_s, min(self._first_s, self._factor * self._guess_s(size)))
+            return max(self._min_s, self._factor * known.p99_s)
+        return max(self._min_s, min(self._first_s, self._factor * self._guess_s(size)))
 
     def observe(self, num_tokens: int, duration_s: float) -> None:
         """Record a step that has ended."""

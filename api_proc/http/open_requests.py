@@ -12,7 +12,7 @@ from msgspec import UNSET, UnsetType
 from protocol.client.errors import RequestFailed
 
 MAX_SLOTS = 256
-"""Most requests that are listed, the oldest first."""
+"""Maximum number of requests that are listed, the oldest first."""
 _PREFIX = re.compile(r"[a-z]+[-_]")
 """The prefix of a request's id within the id of a response: cmpl-, chatcmpl-, embd-."""
 

@@ -4,15 +4,15 @@ from collections.abc import AsyncIterator, Iterator
 
 from protocol.api_core import RequestOutput
 
-_MOST_TOKENS = 256
+_MAX_TOKENS = 256
 """Maximum number of tokens in a piece."""
-_MOST_LOGPROBS = 16
+_MAX_LOGPROBS = 16
 """Maximum number of tokens in a piece with log-probabilities."""
 
 
 def pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
     """Split an output after its first `num_first` tokens, and into pieces of limited size."""
-    size = _MOST_TOKENS if output.logprobs is None else _MOST_LOGPROBS
+    size = _MAX_TOKENS if output.logprobs is None else _MAX_LOGPROBS
     num_tokens = len(output.token_ids)
     if num_first <= 0 and num_tokens <= size:
         yield output

@@ -28,7 +28,7 @@ class _Content(NamedTuple):
 
 
 _MAX_UNTAKEN = 100_000
-"""The most records since the last `take`, or twice the stored contents if that is more."""
+"""Maximum number of records since the last `take`, or twice the stored contents if that is more."""
 
 _Record = _Content | BlocksRemoved | AllBlocksCleared
 
@@ -115,7 +115,7 @@ class EventRecorder:
 
 
 _MAX_JOINED = 256
-"""The most hashes in one event."""
+"""Maximum number of hashes in one event."""
 
 
 def _join(last: BlocksStored | BlocksRemoved, event: BlocksStored | BlocksRemoved) -> bool:

@@ -7,16 +7,16 @@ from collections import deque
 
 from protocol.core_worker import ModelRunnerOutput
 
-_LEAST_TOKENS = 64
-"""Fewest prompt tokens in a step that is used to measure the cost of computing a token."""
+_MIN_TOKENS = 64
+"""Minimum number of prompt tokens in a step that is used to measure the cost of a token."""
 _RISE, _FALL = 0.2, 0.5
 """Weights of a measurement: a faster load counts more, because slow ones are rarely retried."""
 _TRIAL_EVERY = 16
 """One in this many loads that do not pay is made, since the reason may have ended."""
-_MOST_SOURCES = 256
+_MAX_SOURCES = 256
 _SLOWEST = 2.0
 """A machine counts as at most this many times slower than computing, since the cause may end."""
-_LEAST_LIMIT_MS = 1000
+_MIN_LIMIT_MS = 1000
 _LONGEST_LIMIT_MS = 10_000
 
 
@@ -51,7 +51,7 @@ class LoadCosts:
         if self._computed_ns == 0.0:
             return 0
         computed_ms = int(num_tokens * self._computed_ns / 1e6)
-        return min(max(computed_ms, _LEAST_LIMIT_MS), _LONGEST_LIMIT_MS)
+        return min(max(computed_ms, _MIN_LIMIT_MS), _LONGEST_LIMIT_MS)
 
     def loaded(self, num_tokens: int, load_ns: int, source: str = "") -> None:
         """Record the duration of a load and its number of tokens."""
@@ -60,7 +60,7 @@ class LoadCosts:
         token_ns = load_ns / max(num_tokens, 1)
         if source and self._computed_ns:
             token_ns = min(token_ns, _SLOWEST * self._computed_ns)
-        if source not in self._loaded_ns and len(self._loaded_ns) >= _MOST_SOURCES:
+        if source not in self._loaded_ns and len(self._loaded_ns) >= _MAX_SOURCES:
             oldest = next(key for key in self._loaded_ns if key)
             del self._loaded_ns[oldest]
             self._num_refused.pop(oldest, None)
@@ -72,7 +72,7 @@ class LoadCosts:
     def step_ended(self, output: ModelRunnerOutput) -> None:
         """Record the duration of the oldest step in flight, if it mostly computed prompts."""
         num_tokens, num_prompt_tokens = self._steps.popleft()
-        if output.forward_ns and num_prompt_tokens >= max(_LEAST_TOKENS, num_tokens // 2):
+        if output.forward_ns and num_prompt_tokens >= max(_MIN_TOKENS, num_tokens // 2):
             self._computed_ns = _mean(self._computed_ns, output.forward_ns / num_tokens)
 
     def workers_lost(self) -> None:

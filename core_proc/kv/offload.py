@@ -17,11 +17,11 @@ from core_proc.request import Request
 from protocol.core_worker import NULL_BLOCK, BlocksLoaded, FindBlocks, LoadBlocks, StoreBlocks
 
 MAX_LOADS = 8
-"""The most requests whose blocks are read at a time; further ones wait for a place."""
-LEAST_TOKENS = 64
-"""Fewest tokens worth reading: the shortest load takes as long as computing them."""
-_MOST_PENDING = 2**14
-"""The most blocks to write in one message; further ones are not written."""
+"""Maximum number of requests whose blocks are read at a time; further ones wait for a place."""
+MIN_LOAD_TOKENS = 64
+"""Minimum number of tokens worth reading: the shortest load takes as long as computing them."""
+_MAX_PENDING = 2**14
+"""Maximum number of blocks to write in one message; further ones are not written."""
 
 
 class Index(Protocol):
@@ -56,8 +56,8 @@ class Offload:
         self,
         indexes: Sequence[Index],
         *,
-        least_tokens: int = LEAST_TOKENS,
-        most_loads: int = MAX_LOADS,
+        min_load_tokens: int = MIN_LOAD_TOKENS,
+        max_loads: int = MAX_LOADS,
         reads_machines: bool = False,
         server_here: str = "",
     ) -> None:
@@ -66,8 +66,8 @@ class Offload:
         `server_here` is the address at which others read the stores of this machine.
         """
         self._indexes = indexes
-        self._most_loads = most_loads
-        self.least_tokens = least_tokens
+        self._max_loads = max_loads
+        self.min_load_tokens = min_load_tokens
         self._new: list[tuple[int, bytes]] = []
         """Blocks whose contents were cached since the last step, and which no store has."""
         self._new_states: list[tuple[int, bytes]] = []
@@ -94,18 +94,18 @@ class Offload:
 
     def cached(self, block_id: int, key: bytes) -> None:
         """Write a block that has entered the prefix cache, unless it is in the first store."""
-        if len(self._new) < _MOST_PENDING and key not in self._indexes[0]:
+        if len(self._new) < _MAX_PENDING and key not in self._indexes[0]:
             self._new.append((block_id, key))
 
     def state_cached(self, block_id: int, key: bytes) -> None:
         """Write a state block that has entered the prefix cache, like `cached`."""
-        if len(self._new_states) < _MOST_PENDING and key not in self._indexes[0]:
+        if len(self._new_states) < _MAX_PENDING and key not in self._indexes[0]:
             self._new_states.append((block_id, key))
 
     @property
     def num_places(self) -> int:
         """Number of further requests whose blocks may be read now."""
-        return self._most_loads - len(self._loads)
+        return self._max_loads - len(self._loads)
 
     def begin(
         self,

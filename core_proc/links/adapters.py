@@ -38,8 +38,8 @@ from protocol.core_worker import AdapterLoaded, LoadAdapter, UnloadAdapter
 ADAPTER_PARAM = "model"
 """`RequestError.param` of an adapter that cannot be used: `model` names it."""
 MAX_SENT = 4
-"""Most adapters that the workers have been sent and have not answered: they take room in a link's
-queue."""
+"""Maximum number of adapters that were sent to the workers and are not answered: they take room in
+a link's queue."""
 MAX_LOADS = 64
 """Loads without a request that are not answered yet; further ones are refused."""
 
@@ -112,7 +112,7 @@ class Adapters:
         num_kept: int,
         num_taken: int,
     ) -> None:
-        """`num_kept`: most that workers hold. `num_taken`: requests of a turn that others await."""
+        """`num_kept`: maximum number that workers hold; `num_taken`: of requests in a turn."""
         self._scheduler = scheduler
         self._max_loras = max_loras
         self._num_kept = num_kept

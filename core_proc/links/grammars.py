@@ -24,7 +24,7 @@ GRAMMAR_PARAM = "grammar"
 MAX_COMPILING = 128
 """Grammars that are not proven yet; a request with one past its client's share is refused."""
 MAX_IDLE = 128
-"""Most ready grammars without a request that are remembered."""
+"""Maximum number of ready grammars without a request that are remembered."""
 _MAX_SENT = 32
 """Maximum number of grammars that were sent to the workers and are not answered: half of the
 messages that a link may queue. The workers' slow lanes hold fewer, of each account and of all, so

@@ -15,13 +15,13 @@ def check_output(
     output: ModelRunnerOutput,
     due: tuple[int, Sequence[Request]] | None,
     vocab_size: int,
-    most_drafts: int,
+    max_drafts: int,
 ) -> None:
     """Raise InvalidWorkerOutput unless this answers `due`, the oldest step in flight."""
     if due is None or due[0] != output.step_id:
         text = f"step {due[0]} is" if due is not None else "none is"
         raise InvalidWorkerOutput(f"output of step {output.step_id} came, and {text} due")
-    _check_counts(output, due[1], most_drafts)
+    _check_counts(output, due[1], max_drafts)
     greatest = max(output.sampled_token_ids, default=0)
     if greatest >= vocab_size:
         raise InvalidWorkerOutput(f"token id {greatest} is outside the vocabulary of {vocab_size}")
@@ -35,7 +35,7 @@ def check_output(
             raise InvalidWorkerOutput(f"request_errors names {min(unknown)}, which did not sample")
 
 
-def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_drafts: int) -> None:
+def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], max_drafts: int) -> None:
     counts, drafts = output.num_sampled_tokens, output.num_draft_tokens
     num_tokens = len(output.sampled_token_ids)
     if num_tokens != (sum(counts) if counts else len(sampling)):
@@ -43,13 +43,13 @@ def _check_counts(output: ModelRunnerOutput, sampling: Sequence[Request], most_d
     for name, column in (("num_sampled_tokens", counts), ("num_draft_tokens", drafts)):
         if column and len(column) != len(sampling):
             raise InvalidWorkerOutput(f"{name} has {len(column)} numbers for {len(sampling)}")
-    if max(drafts, default=0) > most_drafts:
+    if max(drafts, default=0) > max_drafts:
         raise InvalidWorkerOutput(
-            f"{max(drafts)} draft tokens for a request, more than {most_drafts}"
+            f"{max(drafts)} draft tokens for a request, more than {max_drafts}"
         )
     for request, count in zip(sampling, counts, strict=bool(counts)):
         is_known = request.status is RequestStatus.RUNNING
-        if count > 1 + (request.num_drafts_in_flight if is_known else most_drafts):
+        if count > 1 + (request.num_drafts_in_flight if is_known else max_drafts):
             raise InvalidWorkerOutput(f"{count} tokens at once for request {request.req_id}")
 
 

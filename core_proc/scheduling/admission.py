@@ -58,9 +58,9 @@ class Admission:
 
     @property
     def num_slots(self) -> int:
-        """The most requests that run at a time."""
-        most, states = self._options.max_num_seqs, self._kv.states
-        return most if states is None else min(most, states.pool.num_usable)
+        """The maximum number of requests that run at a time."""
+        limit, states = self._options.max_num_seqs, self._kv.states
+        return limit if states is None else min(limit, states.pool.num_usable)
 
     def has_slot(self, num_running: int) -> bool:
         """Return whether another request may run alongside those that run now."""

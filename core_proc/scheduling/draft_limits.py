@@ -22,7 +22,7 @@ from core_proc.scheduling.acceptance import Acceptance
 from core_proc.scheduling.step_costs import DecodeTimes, StepTime, size_class
 from protocol.core_worker import ModelRunnerOutput
 
-LEAST_GAIN = 1.03
+MIN_GAIN = 1.03
 """The least speed with drafts, relative to that without, at which they are used."""
 REVIEW_EVERY = 16
 """Number of steps between two reviews of all running requests."""
@@ -35,16 +35,16 @@ steps."""
 TRIAL_STEPS = 64
 """Number of steps after which a trial ends if the request gets too few drafts to judge."""
 _FIRST_TRIAL_STEPS = 4
-_MOST_CREDIT_STEPS = 256
+_MAX_CREDIT_STEPS = 256
 _FIRST_PAUSE, _LONGEST_PAUSE = 64, 256
 """Number of steps after a failed trial, doubled after the next one."""
 _RETRY_TOKENS = 32
 """Number of tokens after which a request with wrong drafts gets one again, doubled each time."""
-_MOST_RETRY_DOUBLINGS = 5
+_MAX_RETRY_DOUBLINGS = 5
 _OWN_MEMORY, _COMMON_MEMORY = 0.9, 0.98
 """Weight of earlier observations, at each verification."""
 _WEIGHT = 0.2
-_MOST_MEASURING = 8
+_MAX_MEASURING = 8
 """Consecutive steps without drafts, to measure the time of a step without them."""
 
 
@@ -77,7 +77,7 @@ class DraftLimits:
     """Measures acceptance and times, and sets `Request.draft_limit`."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        self._most = options.num_speculative_tokens
+        self._max_drafts = options.num_speculative_tokens
         self.is_adaptive = options.adaptive_speculation
         self._has_model = options.has_draft_model
         self._num_stages = options.pipeline_parallel_size
@@ -107,7 +107,7 @@ class DraftLimits:
         """Set the limit of a request that is introduced; the worker assumes the maximum."""
         if request.sampling_params.pooling is not None:
             return
-        request.draft_limit = self._most
+        request.draft_limit = self._max_drafts
         if self.is_adaptive:
             self._set(request, self._depth(request, num_running) if self.is_active else 0)
 
@@ -123,7 +123,7 @@ class DraftLimits:
         elif self.is_active:
             limit = self._depth(request, num_running)
             if limit == 0:
-                doublings = min(request.num_draft_failures, _MOST_RETRY_DOUBLINGS)
+                doublings = min(request.num_draft_failures, _MAX_RETRY_DOUBLINGS)
                 request.drafts_from = request.num_tokens + (_RETRY_TOKENS << doublings)
                 request.num_draft_failures += 1
             else:
@@ -152,8 +152,8 @@ class DraftLimits:
         extra = self._extra(num_drafting)
         # If the price is not known for about this number of requests, it is measured first.
         is_known = any(2 * size >= num_drafting for size in self._extras)
-        most = self._most if is_known else min(self._most, TRIAL_DRAFTS)
-        best, best_speed = 0, LEAST_GAIN
+        most = self._max_drafts if is_known else min(self._max_drafts, TRIAL_DRAFTS)
+        best, best_speed = 0, MIN_GAIN
         tokens = power = 1.0
         for depth in range(1, most + 1):
             power *= rate
@@ -227,7 +227,7 @@ class DraftLimits:
         if expected_ns <= self._credit_ns:
             self._trial, self._trial_steps = request, 0
             request.acceptance = Acceptance()
-            self._set(request, min(self._most, TRIAL_DRAFTS))
+            self._set(request, min(self._max_drafts, TRIAL_DRAFTS))
 
     def _judge(self, request: Request, acceptance: Acceptance, num_running: int) -> None:
         is_hopeless = acceptance.right == 0.0 and acceptance.tested > 1.0
@@ -249,7 +249,7 @@ class DraftLimits:
     @property
     def is_measuring(self) -> bool:
         """True while steps run without drafts to measure their time."""
-        return 0 < self._num_unmeasured % (4 * _MOST_MEASURING) <= _MOST_MEASURING
+        return 0 < self._num_unmeasured % (4 * _MAX_MEASURING) <= _MAX_MEASURING
 
     def step_ended(self, kind: StepKind, output: ModelRunnerOutput, num_right: int) -> None:
         """Record the times of a step, which has brought `num_right` right drafts."""
@@ -297,5 +297,5 @@ class DraftLimits:
         if not self.is_active and (self._trial is not None or kind.num_drafts):
             token_ns = plain.compute_ns / max(kind.num_sampling, 1)
             self._credit_ns -= output.draft_ns + (kind.num_drafts - num_right) * token_ns
-        most_ns = _MOST_CREDIT_STEPS * plain.compute_ns
-        self._credit_ns = min(max(self._credit_ns, -most_ns), most_ns)
+        max_ns = _MAX_CREDIT_STEPS * plain.compute_ns
+        self._credit_ns = min(max(self._credit_ns, -max_ns), max_ns)

@@ -18,7 +18,7 @@ from protocol.core_worker import BlocksFound, BlocksLoaded
 _LOOKED_UP_AT_ONCE = 2**14
 """Number of tokens of requests that are looked up and set aside in a step; takes 1 to 2 ms."""
 
-_MOST_STALE_ROWS = 64
+_MAX_STALE_ROWS = 64
 """Stale rows that the heap may hold, beyond one for each live row, before it is rebuilt."""
 
 
@@ -153,7 +153,7 @@ class Loads:
         """Forget a request that has ended."""
         self._asking.pop(request.req_id, None)
         self._aside.pop(request.req_id, None)
-        if len(self._rows) > 2 * len(self._aside) + _MOST_STALE_ROWS:
+        if len(self._rows) > 2 * len(self._aside) + _MAX_STALE_ROWS:
             self._rows = [row for row in self._rows if not self._is_stale(row)]
             heapq.heapify(self._rows)
         if self._offload is not None:
@@ -168,7 +168,7 @@ class Loads:
         num_tokens = (len(request.block_hashes) - num_here) * self._kv.block_size
         costs, source = offload.costs, request.blocks_at
         is_trial = not costs.pays(source)
-        if num_tokens < offload.least_tokens or not costs.try_load(source):
+        if num_tokens < offload.min_load_tokens or not costs.try_load(source):
             offload.remote.give_up(request)
             return False
         num_groups = len(self._kv.groups) + (self._kv.states is not None)
@@ -198,14 +198,14 @@ class Loads:
         if offload.remote.has_any(request):
             reaches = partial(offload.reaches, request)
             all_hits, num_all = self._kv.find_loadable(request, cached, reaches)
-            is_enough = (num_all - num_blocks) * self._kv.block_size >= offload.least_tokens
+            is_enough = (num_all - num_blocks) * self._kv.block_size >= offload.min_load_tokens
             # Loads that have ended since the question may have shown that it does not pay.
             pays = offload.costs.pays(request.blocks_at) or offload.remote.is_trial(request)
             if is_enough and pays:
                 return _Stored(all_hits, num_all, len(cached[0]))
             offload.remote.give_up(request)
         num_tokens = (num_blocks - len(cached[0])) * self._kv.block_size
-        if num_tokens < offload.least_tokens or not offload.costs.try_load():
+        if num_tokens < offload.min_load_tokens or not offload.costs.try_load():
             return None
         return _Stored(hits, num_blocks, len(cached[0]))
 

@@ -12,12 +12,12 @@ class PartialPrefills:
     """Running requests whose prompts are partially computed."""
 
     def __init__(self, options: SchedulerOptions) -> None:
-        self._most = options.max_num_partial_prefills
-        self._most_long = options.max_long_partial_prefills
+        self._max_members = options.max_num_partial_prefills
+        self._max_long = options.max_long_partial_prefills
         self._threshold = options.long_prefill_token_threshold
         is_adaptive = options.long_prefill_token_threshold_adaptive
         has_target = options.target_itl_ms > 0
-        self.is_counted = self._most > 0 or self._most_long > 0 or is_adaptive or has_target
+        self.is_counted = self._max_members > 0 or self._max_long > 0 or is_adaptive or has_target
         self._members: set[Request] = set()
         self._num_long = 0
 
@@ -29,7 +29,7 @@ class PartialPrefills:
 
     def is_long(self, request: Request) -> bool:
         """Return whether the limit on long prompts applies to the request."""
-        return self._most_long > 0 and request.num_prompt_tokens > self._threshold
+        return self._max_long > 0 and request.num_prompt_tokens > self._threshold
 
     def follow(self, request: Request) -> None:
         """Count a running request while its prompt is partially computed."""
@@ -47,11 +47,11 @@ class PartialPrefills:
     @property
     def has_room(self) -> bool:
         """True if another prompt may begin without ending in the same step."""
-        return self._most == 0 or len(self._members) < self._most
+        return self._max_members == 0 or len(self._members) < self._max_members
 
     @property
     def has_room_for_long(self) -> bool:
-        return self._most_long == 0 or self._num_long < self._most_long
+        return self._max_long == 0 or self._num_long < self._max_long
 
     def check_invariants(self, running: list[Request]) -> None:
         assert self._members <= set(running)

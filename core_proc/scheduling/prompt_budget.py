@@ -12,7 +12,7 @@ from core_proc.options import SchedulerOptions
 from core_proc.scheduling.step_costs import DecodeTimes
 from protocol.core_worker import ModelRunnerOutput
 
-LEAST_TOKENS = 16
+MIN_TOKENS = 16
 """Prompt tokens that a step always computes, even if decoding alone exceeds the target."""
 _FIRST_TOKENS = 64
 """Prompt tokens of the first step, when no time is known yet."""
@@ -42,13 +42,13 @@ class PromptBudget:
         """The steps in flight."""
 
     def num_tokens(self, num_decoding: int) -> int | None:
-        """Return the most prompt tokens of a step; None: no limit, since nothing decodes."""
+        """Return the limit of a step's prompt tokens; None: no limit, since nothing decodes."""
         if num_decoding == 0:
             return None
         if self._token_ns == 0.0:
             return _FIRST_TOKENS
         left_ns = _AIM * self._target_ns - self._decoding_ns(num_decoding)
-        return max(LEAST_TOKENS, int(left_ns / self._token_ns))
+        return max(MIN_TOKENS, int(left_ns / self._token_ns))
 
     def _decoding_ns(self, num_decoding: int) -> float:
         known = self._decode_times.of(num_decoding)
@@ -70,7 +70,7 @@ class PromptBudget:
             # Drafts count as rows here, so with drafts the last step's time is usually used.
             self._decode_times.observe(num_decoded, output.forward_ns, output.wait_ns)
             self._decode_ns = float(output.forward_ns + output.wait_ns)
-        elif num_prompt_tokens >= LEAST_TOKENS:
+        elif num_prompt_tokens >= MIN_TOKENS:
             # A wait is not counted: it has other causes than this step.
             added_ns = output.forward_ns - self._decoding_ns(num_decoded)
             token_ns = max(added_ns, 0.1 * output.forward_ns) / num_prompt_tokens

@@ -12,7 +12,7 @@ _MAX_NEW_IDS = 1_500_000
 """Token and block ids in the data of a step's new requests. An id takes at most 5 bytes, so they
 fill half a frame; the other half is left for data of requests that the worker knows."""
 _MAX_PARAMS_IDS = 4096
-"""The most that the sampling parameters and numbers of a new request take, in ids."""
+"""Maximum size of the sampling parameters and numbers of a new request, in ids."""
 _MAX_SCORED_TOKENS = 16_384
 """Tokens of requests with prompt logprobs in one step; a frame holds 50,000 of their answers."""
 _MAX_POOLED = 128
@@ -31,7 +31,7 @@ class ScheduledStep:
         self._total = budget
         self.budget = budget
         self.threshold = threshold
-        """The most tokens for one request; 0: no limit."""
+        """Maximum number of tokens for one request; 0: no limit."""
         self.sampling: list[Request] = []
         """Requests that reach the end of their tokens, and so sample one, in mirror order."""
         self.granted: dict[int, int] = {}

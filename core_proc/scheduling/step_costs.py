@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 _WEIGHT = 0.2
 """Weight of the newest step in a mean."""
-_LEAST_STEPS = 3
+_MIN_STEPS = 3
 _STALE_AFTER = 1024
 """Steps after which a time counts as unknown, because load and text lengths change."""
 
@@ -35,7 +35,7 @@ class _Kind:
         self.last_step = step
         weight = max(_WEIGHT, 1 / self.num_steps)
         self.num_requests += (num_requests - self.num_requests) * weight
-        if self.num_steps > _LEAST_STEPS:  # one late step must not count as typical
+        if self.num_steps > _MIN_STEPS:  # one late step must not count as typical
             compute_ns = min(compute_ns, int(2 * self.compute_ns))
             wait_ns = min(wait_ns, int(2 * self.wait_ns) + 10_000)
         self.compute_ns += (compute_ns - self.compute_ns) * weight
@@ -66,7 +66,7 @@ class DecodeTimes:
         for size in sorted(self._kinds):
             kind = self._kinds[size]
             is_old = self._step - kind.last_step > _STALE_AFTER
-            if is_old or kind.num_steps < _LEAST_STEPS:
+            if is_old or kind.num_steps < _MIN_STEPS:
                 continue
             if size == size_class(num_requests):
                 return StepTime(kind.compute_ns, kind.wait_ns)

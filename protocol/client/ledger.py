@@ -176,7 +176,7 @@ class Entry:
         return self.add.num_prompt_tokens + len(self.output_token_ids)
 
     @property
-    def most_tokens(self) -> int:
+    def max_num_tokens(self) -> int:
         """Number of prompt tokens plus the maximum number of outputs."""
         return self.add.num_prompt_tokens + self.add.sampling_params.max_tokens
 

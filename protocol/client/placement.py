@@ -174,5 +174,5 @@ def continues(replica: Replica, entry: Entry, longest: int) -> bool:
     if not entry.has_begun and entry.add.fingerprint != client.fingerprint:
         return validate_request(entry.add, client.facts) is None
     here = client.facts.max_model_len
-    is_same_end = here == longest or entry.most_tokens <= min(here, longest or here)
+    is_same_end = here == longest or entry.max_num_tokens <= min(here, longest or here)
     return is_same_end and entry.add.fingerprint in ("", client.fingerprint)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from protocol.client.replica import Replica
 
-LEAST_TOKENS = 256
+MIN_TOKENS = 256
 """Minimum number of uncached prompt tokens for which a prefill replica is used; shorter prompts are
 computed alongside the streams."""
 _WAIT_TICKS = 2
@@ -50,7 +50,7 @@ class Prefill:
 
     def wants(self, num_tokens: int) -> bool:
         """Return whether a prompt with `num_tokens` to compute goes to a prefill replica."""
-        return self.is_on and num_tokens >= LEAST_TOKENS
+        return self.is_on and num_tokens >= MIN_TOKENS
 
     def enter(
         self, request_id: int, replica: Replica, names: Sequence[bytes], affinity: str = ""

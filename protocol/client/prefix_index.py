@@ -24,14 +24,14 @@ from protocol.message import pack_token_ids
 
 MAX_PIECES = 1024
 """Maximum number of named pieces in a prompt; later tokens are not compared."""
-_LEAST_PIECE_TOKENS = 64
+_MIN_PIECE_TOKENS = 64
 _NAME_BYTES = 8
 _NOTHING: OrderedDict[bytes, int] = OrderedDict()
 
 
 def piece_tokens(block_size: int) -> int:
     """Return the number of tokens in a piece: whole blocks, at least 64 tokens."""
-    return block_size * -(-_LEAST_PIECE_TOKENS // block_size)
+    return block_size * -(-_MIN_PIECE_TOKENS // block_size)
 
 
 def piece_names(

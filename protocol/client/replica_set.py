@@ -15,7 +15,7 @@ from protocol.config.addresses import is_remote
 
 _SILENCE_S = 10.0
 """Seconds without a connection after which a replica is reported."""
-_MOST_CHARACTERS = 500
+_MAX_CHARACTERS = 500
 """Maximum length of a description of differences."""
 _MAX_EXPLAINED = 4
 """Maximum number of replicas in the reason why none serves."""
@@ -151,5 +151,5 @@ def _difference(replica: Replica, other: Replica) -> str:
     changes = "" if facts is None or others is None else facts.decisive_changes(others)
     return (
         f"replica {replica.number} computes differently from replica {other.number}, so a request"
-        f" begun by one of them cannot continue at the other: {changes[:_MOST_CHARACTERS]}"
+        f" begun by one of them cannot continue at the other: {changes[:_MAX_CHARACTERS]}"
     )

@@ -25,10 +25,10 @@ until it ends."""
 OTHER_REQUEST_TOKENS = 128
 """Tokens that another client's request counts for, because its prompt is not known here."""
 _NUM_DRAWN = 2
-_MOST_HOLDERS = 3
+_MAX_HOLDERS = 3
 """Replicas drawn from those with the longest prefix, and from those with half of it."""
 
-_MOST_HOMES = 16
+_MAX_HOMES = 16
 """Replicas tried as the home of a session before the policy routes the request: if none of them
 serves, most others do not either."""
 
@@ -133,7 +133,7 @@ class Router:
         for length in (longest, longest // 2):
             if length:
                 holders = self.index.holders(names[length - 1])
-                found |= self._drawn(holders, _MOST_HOLDERS, serves)
+                found |= self._drawn(holders, _MAX_HOLDERS, serves)
         candidates = [self._candidate(number, names, piece_tokens) for number in found]
         return cheapest(candidates) if candidates else None
 
@@ -149,7 +149,7 @@ class Router:
         Each value has an order of replicas, and its requests go to the first one that serves. So
         only the requests of a lost replica go elsewhere, and they return with it.
         """
-        for number in islice(self.homes.of(affinity), _MOST_HOMES):
+        for number in islice(self.homes.of(affinity), _MAX_HOMES):
             if self._targets[number].serves and (may is None or may(number)):
                 return self._candidate(number, names, piece_tokens)
         return self.choose(names, piece_tokens, may)

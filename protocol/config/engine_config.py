@@ -323,9 +323,9 @@ class PlacementConfig(Section):
     replicas: Annotated[int, Meta(ge=1, le=512)] = 1
     """Engines in the cluster; with min_replicas or max_replicas, those at the start."""
     min_replicas: Annotated[int, Meta(ge=1, le=512)] | None = None
-    """Fewest engines while there is little to do. Default: replicas."""
+    """Minimum number of engines, while there is little to do. Default: replicas."""
     max_replicas: Annotated[int, Meta(ge=1, le=512)] | None = None
-    """Most engines while requests wait. Default: replicas."""
+    """Maximum number of engines, while requests wait. Default: replicas."""
     ray_cpus: Annotated[float, Meta(ge=0.0, le=1024.0)] = 1.0
     """CPUs of the cluster that each rank takes."""
     ray_gpus: Annotated[float, Meta(ge=0.0, le=16.0)] | None = None
@@ -337,13 +337,13 @@ class PlacementConfig(Section):
     leaves."""
 
     @property
-    def least(self) -> int:
-        """Fewest engines."""
+    def min_engines(self) -> int:
+        """The minimum number of engines."""
         return self.replicas if self.min_replicas is None else self.min_replicas
 
     @property
-    def most(self) -> int:
-        """Most engines."""
+    def max_engines(self) -> int:
+        """The maximum number of engines."""
         return self.replicas if self.max_replicas is None else self.max_replicas
 
 

@@ -24,7 +24,7 @@ _RANGES = {
     "Integer value out of range": "must be an integer of at most 4300 digits",
 }
 """Errors of numbers that no field can hold, with their bounds."""
-_MOST_SHOWN = 100
+_MAX_SHOWN = 100
 """Characters of a value."""
 
 
@@ -75,7 +75,7 @@ def _reason(what: str, shown: str | None) -> str:
         return what[:1].lower() + what[1:]
     kinds = " or ".join(_KINDS.get(kind, kind) for kind in expected["kinds"].split(" | "))
     bound = expected["bound"].replace("matching regex", "that matches").replace("'s a", " is a")
-    got = shown[:_MOST_SHOWN] if shown is not None else _KINDS.get(expected["got"], expected["got"])
+    got = shown[:_MAX_SHOWN] if shown is not None else _KINDS.get(expected["got"], expected["got"])
     return f"must be {kinds}{bound}" + (f", got {got}" if got else "")
 
 

@@ -229,7 +229,8 @@ def _overlaps(config: EngineConfig, taken: Sequence[_Ports] = ()) -> Iterator[Ru
 def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
     """Engines in a Ray cluster."""
     placement, parallel = config.placement, config.parallel
-    least, first, most = placement.least, placement.replicas, placement.most
+    least, first = placement.min_engines, placement.replicas
+    most = placement.max_engines
     yield (
         not least <= first <= most,
         f"`replicas` {first} must be `min_replicas` {least} to `max_replicas` {most}",

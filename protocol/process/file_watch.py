@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 POLL_S = 1.0
-_MOST_UNSTABLE_POLLS = 5
+_MAX_UNSTABLE_POLLS = 5
 
 T = TypeVar("T")
 Signature = list[tuple[int, int, int] | None]
@@ -35,7 +35,7 @@ async def watch_files(
         await asyncio.sleep(poll_s)
         before, seen = seen, await asyncio.to_thread(signature_of, paths)
         num_unstable = num_unstable + 1 if seen != before else 0
-        if seen == loaded or 0 < num_unstable < _MOST_UNSTABLE_POLLS:
+        if seen == loaded or 0 < num_unstable < _MAX_UNSTABLE_POLLS:
             continue
         num_unstable = 0
         is_first, loaded = loaded is None, seen

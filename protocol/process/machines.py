@@ -13,8 +13,8 @@ from protocol.process.model_files import ModelFiles, read_model_files
 from protocol.process.run_dir import core_addresses
 from protocol.transport.curve import ClientKeys, read_client_keys, read_server_keys
 
-MOST_ADDRESSES = 1024
-"""Most addresses in all files together."""
+MAX_ADDRESSES = 1024
+"""Maximum number of addresses in all files together."""
 
 
 def check_links(config: EngineConfig) -> None:
@@ -159,6 +159,6 @@ def read_addresses(files: Sequence[Path]) -> list[str]:
             except ValueError as error:
                 raise ValueError(f"{path}, line {number}: {error}") from None
             addresses.append(line)
-    if len(addresses) > MOST_ADDRESSES:
-        raise ValueError(f"{len(addresses)} addresses are more than {MOST_ADDRESSES}")
+    if len(addresses) > MAX_ADDRESSES:
+        raise ValueError(f"{len(addresses)} addresses are more than {MAX_ADDRESSES}")
     return addresses

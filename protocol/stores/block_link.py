@@ -18,16 +18,17 @@ from protocol.core_worker import BlockKey
 from protocol.message import Decoder, Message
 
 MAX_KEYS = 2**14
-"""Most names in one request: half a MiB."""
+"""Maximum number of names in one request: half a MiB."""
 MAX_CONTENT_BYTES = 2**30
 """Largest file that is sent. Larger blocks are not read from other machines."""
 PART_BYTES = 2**20
-"""Most bytes of a file in one answer."""
+"""Maximum number of bytes of a file in one answer."""
 WINDOW_BYTES = 8 * 2**20
-"""Most bytes of blocks that one load has asked for and not received."""
+"""Maximum number of bytes of blocks that one load has asked for and not received."""
 MAX_WINDOW = 32
-"""Most answers that one load has asked for and not received. A queue of ZMQ notices in steps of
-half its length that it was read, so the high-water mark of the link is more than twice this."""
+"""Maximum number of answers that one load has asked for and not received. A queue of ZMQ notices in
+steps of half its length that it was read, so the high-water mark of the link is more than twice
+this."""
 
 Layout = Annotated[str, Meta(pattern="^[0-9a-z]{1,64}$")]
 Rank = Annotated[int, Meta(ge=0, lt=1024)]

@@ -31,14 +31,14 @@ entries collide."""
 class BlockIndex:
     """A view of the table of one store."""
 
-    def __init__(self, path: Path, *, most_blocks: int | None = None) -> None:
-        """Map the file. With `most_blocks` it is made if it is not there, or has another size.
+    def __init__(self, path: Path, *, max_blocks: int | None = None) -> None:
+        """Map the file. With `max_blocks` it is made if it is not there, or has another size.
 
         Processes that may make it must do so one after the other, under a lock.
 
         An OSError: there is no file, or no room for it. ValueError: it is not a table.
         """
-        self.is_new = most_blocks is not None and _make(path, most_blocks)
+        self.is_new = max_blocks is not None and _make(path, max_blocks)
         """Whether the file was made here, and names nothing."""
         fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         with os.fdopen(fd):
@@ -94,12 +94,12 @@ class BlockIndex:
 _HASH_BYTES = 32
 
 
-def _make(path: Path, most_blocks: int) -> bool:
+def _make(path: Path, max_blocks: int) -> bool:
     """Make a table for a number of blocks, unless there is one of that size.
 
     It replaces another one, which stays as it is for the processes that have mapped it.
     """
-    num_slots = min(max(NUM_SLOTS_PER_BLOCK * most_blocks, _MIN_SLOTS), _MAX_SLOTS)
+    num_slots = min(max(NUM_SLOTS_PER_BLOCK * max_blocks, _MIN_SLOTS), _MAX_SLOTS)
     with contextlib.suppress(FileNotFoundError):
         if path.stat().st_size == _num_bytes(num_slots):
             return False

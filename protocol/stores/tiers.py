@@ -25,7 +25,7 @@ class Tier(NamedTuple):
     """A directory of blocks, and how many bytes they may take together."""
 
     directory: Path
-    most_bytes: int
+    max_bytes: int
     is_memory: bool = False
     """Whether it is the engine's own, in shared memory."""
 

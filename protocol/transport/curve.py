@@ -28,8 +28,8 @@ _KEY_CHARS = 40
 _NAME = re.compile("[A-Za-z0-9_-]{1,64}")
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"
 _ZAP_VERSION = b"1.0"
-_MOST_ANSWERS = 64
-"""Most questions answered in one turn of the core's loop."""
+_MAX_ANSWERS = 64
+"""Maximum number of questions answered in one turn of the core's loop."""
 _REREAD_S = 1.0
 """Seconds for which the list of clients is used before it is read again."""
 _LONGEST_ADDRESS = 64
@@ -153,7 +153,7 @@ class ClientAuthenticator:
 
     def answer(self) -> None:
         """Answer the questions that have arrived, a bounded number of them."""
-        for _ in range(_MOST_ANSWERS):
+        for _ in range(_MAX_ANSWERS):
             try:
                 parts = self.socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

@@ -29,7 +29,7 @@ from scripts.bench.workloads import Request
 
 READY = b"ready\n"
 _SHOWN_CHARS = 500
-"""Most of an error's text that is passed on."""
+"""Maximum length of an error's text that is passed on."""
 
 
 class BenchError(Exception):

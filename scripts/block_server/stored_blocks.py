@@ -18,7 +18,7 @@ from protocol.stores.tiers import (
     tiers,
 )
 
-_MOST_INDEXES = 64
+_MAX_INDEXES = 64
 
 log = logging.getLogger("troika.block_server")
 
@@ -78,7 +78,7 @@ class StoredBlocks:
             inode = os.stat(path).st_ino
             opened = self._opened.get(name)
             if opened is None or opened.inode != inode:
-                if len(self._opened) >= _MOST_INDEXES:
+                if len(self._opened) >= _MAX_INDEXES:
                     self._opened.clear()
                 opened = self._opened[name] = _Opened(inode, BlockIndex(path))
         except (OSError, ValueError) as error:  # no worker here has this layout

@@ -61,7 +61,7 @@ def _cluster(config: EngineConfig, make: "type[Cluster]") -> "Cluster":
         f"troika:{parallel.agents_listen}",
         arguments,
         config.ray_bundle,
-        placement.least,
+        placement.min_engines,
         leave_s=config.recovery.shutdown_timeout_s + _MARGIN_S,
     )
 
@@ -117,8 +117,8 @@ async def _keep(child: ChildProcess, cluster: "Cluster", client: ReplicatedClien
     placement = child.config.placement
     scaler = Scaler(
         placement.replicas,
-        placement.least,
-        placement.most,
+        placement.min_engines,
+        placement.max_engines,
         child.config.scheduler.max_num_seqs,
         grow_after_s=placement.grow_after_s,
         shrink_after_s=placement.shrink_after_s,

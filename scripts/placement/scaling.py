@@ -21,8 +21,8 @@ class Scaler:
     def __init__(
         self,
         num_first: int,
-        least: int,
-        most: int,
+        min_engines: int,
+        max_engines: int,
         max_num_seqs: int,
         *,
         grow_after_s: float,
@@ -30,7 +30,7 @@ class Scaler:
     ) -> None:
         """`max_num_seqs`: maximum number of running requests of one engine."""
         self.num_wanted = num_first
-        self._least, self._most = least, most
+        self._min_engines, self._max_engines = min_engines, max_engines
         self._max_num_seqs = max_num_seqs
         self._grow_after_s, self._shrink_after_s = grow_after_s, shrink_after_s
         self._waiting_since: float | None = None
@@ -51,11 +51,11 @@ class Scaler:
         return self.num_wanted
 
     @staticmethod
-    def _has_lasted(since: float | None, least_s: float, now: float) -> bool:
-        return since is not None and now - since >= least_s
+    def _has_lasted(since: float | None, min_s: float, now: float) -> bool:
+        return since is not None and now - since >= min_s
 
     def _set(self, number: int) -> None:
-        self.num_wanted = min(max(number, self._least), self._most)
+        self.num_wanted = min(max(number, self._min_engines), self._max_engines)
         self._waiting_since = self._quiet_since = None
 
 

@@ -24,7 +24,7 @@ from protocol.config.cpu_lists import first_cpu_lists
 from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.process.host_agents import (
     LEASE_S,
-    MOST_AGENTS,
+    MAX_AGENTS,
     Failed,
     Join,
     Joined,
@@ -45,7 +45,7 @@ messages."""
 _COMPLAINT_S = 60.0
 """Time between two lines about messages that cannot be read, and between two about one failure of
 an agent, which may be started again every second."""
-_MOST_FAILURES = 3
+_MAX_FAILURES = 3
 """Maximum number of failures of one agent that are reported within `_COMPLAINT_S`."""
 _NUMBER = re.compile("0x[0-9a-f]+|[0-9]+")
 """Process ids, sizes and addresses: failures that differ only in them count as one."""
@@ -115,7 +115,7 @@ class HostAgents:
         self._settings = settings_of(config)
         self._digest = digest_of(self._settings)
         self._members: dict[str, _Member] = {}
-        self._replaced: deque[bytes] = deque(maxlen=MOST_AGENTS)
+        self._replaced: deque[bytes] = deque(maxlen=MAX_AGENTS)
         """Agents whose name another one has taken."""
         self._file = members_file(run_dir)
         self._written: list[str] | None = None
@@ -180,10 +180,10 @@ class HostAgents:
         reported = self._failures.pop(failed.name, {})
         reported = {text: at for text, at in reported.items() if now < at + _COMPLAINT_S}
         text = _NUMBER.sub("", failed.reason)
-        is_due = text not in reported and len(reported) < _MOST_FAILURES
+        is_due = text not in reported and len(reported) < _MAX_FAILURES
         if is_due:
             reported[text] = now
-        if len(self._failures) >= MOST_AGENTS:
+        if len(self._failures) >= MAX_AGENTS:
             del self._failures[next(iter(self._failures))]
         self._failures[failed.name] = reported
         if is_due:
@@ -212,8 +212,8 @@ class HostAgents:
             self._send(peer, Leave(str(error)))
             return
         member = self._members.get(join.name)
-        if member is None and len(self._members) >= MOST_AGENTS:
-            self._send(peer, Leave(f"there are {MOST_AGENTS} agents already"))
+        if member is None and len(self._members) >= MAX_AGENTS:
+            self._send(peer, Leave(f"there are {MAX_AGENTS} agents already"))
             return
         if member is not None and member.peer != peer:
             self._replaced.append(member.peer)

@@ -18,7 +18,7 @@ from scripts.supervisor.actions import (
     replica_slot,
 )
 
-LEAST_SERVICE_S = 1.0
+MIN_SERVICE_S = 1.0
 """Seconds as Ready after which an idle process counts as useful, if its start took less time."""
 _FIRST_BACKOFF_S = 0.1
 _MAX_DOUBLINGS = 32
@@ -128,7 +128,7 @@ class Process:
             return True
         if self.ready_at is None or self.is_overdue or step_id is not None:
             return False
-        return now - self.ready_at >= max(LEAST_SERVICE_S, self.ready_at - self.started_at)
+        return now - self.ready_at >= max(MIN_SERVICE_S, self.ready_at - self.started_at)
 
     def leave(self, deadline: float, message: Drain | Stop) -> list[Action]:
         """Request the process to end; it is killed at the deadline."""

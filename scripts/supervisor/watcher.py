@@ -15,7 +15,7 @@ from typing import NamedTuple
 from protocol.process.progress_page import ProgressRecord
 from scripts.supervisor.actions import Slot
 
-_LEAST_LOOK_S = 0.005
+_MIN_LOOK_S = 0.005
 """Shortest time in seconds between two looks."""
 _LATENESS = 0.5
 """Share of the shortest deadline by which a look may be late before deadlines are extended."""
@@ -90,7 +90,7 @@ class Watcher:
                 reports.append(watched.report(slot, HangStatus.OVERDUE, now))
         due = [watched.due for watched in self._watched.values() if not watched.is_overdue]
         earliest = min(due, default=float("inf"))
-        self.next_look = min(max(earliest, now + _LEAST_LOOK_S), now + self._longest_look_s)
+        self.next_look = min(max(earliest, now + _MIN_LOOK_S), now + self._longest_look_s)
         return reports
 
     def _update(

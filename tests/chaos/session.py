@@ -186,14 +186,14 @@ class Session:
         if options.only_round is not None:
             yield from islice(rounds, options.only_round - 1, options.only_round)
             return
-        least_rounds = len(pairs) if options.is_matrix else 0
-        least_kills = options.num_kills
-        if least_kills is None:
-            least_kills = 0 if options.is_matrix or options.duration_s else DEFAULT_KILLS
+        min_rounds = len(pairs) if options.is_matrix else 0
+        min_kills = options.num_kills
+        if min_kills is None:
+            min_kills = 0 if options.is_matrix or options.duration_s else DEFAULT_KILLS
         ends_at = time.monotonic() + (options.duration_s or 0.0)
         for cell in rounds:
             num_kills = sum(len(result.kills) for result in self.results)
-            is_done = cell.number > least_rounds and num_kills >= least_kills
+            is_done = cell.number > min_rounds and num_kills >= min_kills
             if is_done and time.monotonic() >= ends_at:
                 return
             yield cell

@@ -21,7 +21,7 @@ from tests.chaos.session import DEFAULT_KILLS, NULL_FLAGS, Session, SessionOptio
 from tests.chaos.stalls import detections_s, stall_s
 from tests.chaos.workload import PARSER_FLAGS
 
-_LEAST_SHARE, _GREATEST_SHARE = 0.5, 1.5
+_MIN_SHARE, _GREATEST_SHARE = 0.5, 1.5
 """Of the mean time between two kills."""
 _POLL_S = 0.01
 _IDLE_TIMEOUT_S = 10.0
@@ -108,7 +108,7 @@ class SteadySession(Session):
         kills: list[Kill] = []
         num_kills = self._options.num_kills or DEFAULT_KILLS
         while len(kills) < num_kills:
-            share = self._rng.uniform(_LEAST_SHARE, _GREATEST_SHARE)
+            share = self._rng.uniform(_MIN_SHARE, _GREATEST_SHARE)
             await asyncio.sleep(self._every_s * share)
             role = self._rng.choice(list(self._results))
             kills.append(await self._kill_one(engine, role, {kill.pid for kill in kills}))

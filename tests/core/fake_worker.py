@@ -64,7 +64,7 @@ class FakeWorker:
         num_state_blocks: int = 0,
         num_host_state_blocks: int = 0,
         guess: GuessFn | None = None,
-        most_drafts: int = 0,
+        max_drafts: int = 0,
     ) -> None:
         """Take the shape of the KV cache: one window per KV group, None where all is seen.
 
@@ -74,7 +74,7 @@ class FakeWorker:
         if num_state_blocks:
             self.states = FakeStates(block_size, num_state_blocks, num_host_state_blocks)
         self._guess = guess
-        self._most_drafts = most_drafts
+        self._max_drafts = max_drafts
         self.times_ns: tuple[int, int, int] | None = None
         """Of each step, as it reports them: the whole, its drafts, and the wait before it."""
         self.mirror: dict[int, MirroredRequest] = {}
@@ -184,7 +184,7 @@ class FakeWorker:
             token_ids,
             [table.copy() for table in new.block_ids],
             new.num_computed_tokens,
-            0 if new.sampling_params.pooling is not None else self._most_drafts,
+            0 if new.sampling_params.pooling is not None else self._max_drafts,
         )
 
     def _grow(self, cached: CachedRequestData) -> None:

@@ -39,7 +39,7 @@ def make_worker(
         num_state_blocks=options.num_state_blocks,
         num_host_state_blocks=options.num_host_state_blocks,
         guess=guess or now_and_then if options.num_speculative_tokens else None,
-        most_drafts=options.num_speculative_tokens,
+        max_drafts=options.num_speculative_tokens,
     )
 
 

@@ -90,7 +90,7 @@ class Machine:
         offload = None
         if is_kept:
             offload = Offload(
-                [self._store.index], least_tokens=1, most_loads=2, reads_machines=True
+                [self._store.index], min_load_tokens=1, max_loads=2, reads_machines=True
             )
         self.scheduler = Scheduler(options, offload)
         self.grammars = Grammars(self.scheduler)

@@ -20,7 +20,7 @@ from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
 from protocol.sampling import SamplingParams
 
 MS = 1_000_000
-MOST = 6
+MAX_DRAFTS = 6
 TOKEN = 7
 Right = Callable[[int, int], bool]
 """Whether the draft for the output of a request at a position is right."""
@@ -40,12 +40,12 @@ class TimedWorker:
     """A worker that computes nothing: each draft is right or wrong as `right` has it."""
 
     def __init__(
-        self, right: Right, *, row_ms: float = 0.2, pass_ms: float = 2.0, most: int = MOST
+        self, right: Right, *, row_ms: float = 0.2, pass_ms: float = 2.0, most: int = MAX_DRAFTS
     ) -> None:
         self._right = right
         self._row_ms = row_ms
         self._pass_ms = pass_ms
-        self._most = most
+        self._max_drafts = most
         self._mirror: dict[int, Mirrored] = {}
         self.now_ms = 0.0
         self.num_drafts = 0
@@ -55,7 +55,7 @@ class TimedWorker:
             del self._mirror[req_id]
         for new in step.scheduled_new_reqs:
             num_known = len(new.token_ids) // 4
-            self._mirror[new.req_id] = Mirrored(num_known, num_known, 0, self._most)
+            self._mirror[new.req_id] = Mirrored(num_known, num_known, 0, self._max_drafts)
         for req_id, limit in step.draft_limits.items():
             self._mirror[req_id].draft_limit = limit
         counts, drafts = [], []
@@ -64,7 +64,7 @@ class TimedWorker:
             num_verified = request.num_computed + num_tokens - request.num_known
             if num_tokens == 0:
                 continue
-            assert 0 <= num_verified <= self._most
+            assert 0 <= num_verified <= self._max_drafts
             position = request.num_known - request.num_prompt_tokens
             num_right = 0
             while num_right < num_verified and self._right(req_id, position + num_right):
@@ -97,7 +97,7 @@ def run(
         "num_blocks": 4096,
         "max_num_seqs": 64,
         "max_steps_in_flight": 2,
-        "num_speculative_tokens": MOST,
+        "num_speculative_tokens": MAX_DRAFTS,
         "adaptive_speculation": True,
         "has_draft_model": True,
     }
@@ -162,11 +162,11 @@ def test_the_number_of_drafts_fits_their_acceptance() -> None:
             num_speculative_tokens=most,
             adaptive_speculation=False,
         )
-        for most in (1, 2, 3, MOST)
+        for most in (1, 2, 3, MAX_DRAFTS)
     }
     adaptive = run(TimedWorker(right), max_tokens=1000)
     assert adaptive < 1.1 * min(fixed.values())
-    assert adaptive < 0.85 * fixed[MOST]
+    assert adaptive < 0.85 * fixed[MAX_DRAFTS]
 
 
 def test_drafts_end_when_they_turn_wrong_and_return_when_they_turn_right() -> None:
@@ -187,7 +187,7 @@ def test_each_request_has_its_own_acceptance() -> None:
     """Those whose drafts are wrong get few; the others keep theirs."""
     worker = TimedWorker(lambda req_id, position: req_id % 2 == 0, row_ms=1, pass_ms=0)
     run(worker, has_draft_model=False, num_requests=4, max_tokens=400)
-    num_right = 2 * 400 * MOST / (MOST + 1)
+    num_right = 2 * 400 * MAX_DRAFTS / (MAX_DRAFTS + 1)
     assert worker.num_drafts < 1.3 * num_right
 
 

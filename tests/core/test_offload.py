@@ -6,7 +6,7 @@ import pytest
 
 from core_proc.kv.kv_cache import Tables
 from core_proc.kv.load_costs import LoadCosts
-from core_proc.kv.offload import LEAST_TOKENS, MAX_LOADS, Offload
+from core_proc.kv.offload import MAX_LOADS, MIN_LOAD_TOKENS, Offload
 from core_proc.request import Request, RequestStatus
 from protocol.core_worker import BlocksLoaded, LoadBlocks, ModelRunnerOutput, StoreBlocks
 from tests.core.fake_store import FakeStore
@@ -102,8 +102,8 @@ def test_blocks_that_do_not_come_are_computed(filled: FakeStore, most: int) -> N
 
 def test_few_tokens_are_computed_at_once(filled: FakeStore) -> None:
     bench = Bench(filled)
-    bench.add("a", PROMPT[: LEAST_TOKENS - 1], 2)
-    assert bench.step() == {"a": LEAST_TOKENS - 1}
+    bench.add("a", PROMPT[: MIN_LOAD_TOKENS - 1], 2)
+    assert bench.step() == {"a": MIN_LOAD_TOKENS - 1}
 
 
 def test_requests_queued_after_a_load_are_not_delayed(filled: FakeStore) -> None:

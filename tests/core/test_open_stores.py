@@ -38,7 +38,7 @@ def open_ranks(
         layout = stages[rank // num_ranks]
         make_private(tier.private_directory(layout))
         blocks_directory(tier, layout, rank).mkdir()
-        indexes.append(BlockIndex(index_path(tier, layout, rank), most_blocks=100))
+        indexes.append(BlockIndex(index_path(tier, layout, rank), max_blocks=100))
     names = OF_STAGES.join(dict.fromkeys(stages))
     offload = open_stores(config, msgspec.structs.replace(FACTS, kv_layout=names))
     assert offload is not None

@@ -9,7 +9,7 @@ from core_proc.invariants import check_invariants
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
-from core_proc.scheduling.prompt_budget import LEAST_TOKENS
+from core_proc.scheduling.prompt_budget import MIN_TOKENS
 from protocol.core_worker import SchedulerOutput
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from tests.core.fake_worker import FakeWorker
@@ -87,7 +87,7 @@ def test_without_a_target_a_prompt_takes_the_whole_step() -> None:
 
 def test_prompts_continue_if_decoding_alone_takes_longer_than_the_target() -> None:
     run = Run(5.0)
-    assert set(run.chunks[2:-1]) == {LEAST_TOKENS}
+    assert set(run.chunks[2:-1]) == {MIN_TOKENS}
 
 
 def test_a_prompt_alone_is_not_cut() -> None:

@@ -3,7 +3,7 @@
 import pytest
 
 from core_proc.kv.load_costs import LoadCosts
-from core_proc.kv.offload import LEAST_TOKENS, MAX_LOADS, Offload
+from core_proc.kv.offload import MAX_LOADS, MIN_LOAD_TOKENS, Offload
 from core_proc.request import Request, RequestStatus
 from protocol.core_worker import (
     BlocksFound,
@@ -165,8 +165,8 @@ def test_others_are_not_delayed_and_few_tokens_are_computed_at_once(filled: Fake
     bench = Bench(filled)
     bench.come("a")
     bench.add("b", 20, 2)
-    bench.come("short", PROMPT[: LEAST_TOKENS - 1])
-    assert bench.step() == {"b": 20, "short": LEAST_TOKENS - 1}
+    bench.come("short", PROMPT[: MIN_LOAD_TOKENS - 1])
+    assert bench.step() == {"b": 20, "short": MIN_LOAD_TOKENS - 1}
 
 
 def test_many_questions_are_asked_at_a_time_and_loads_wait_for_places(filled: FakeStore) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from protocol.config.settings import configure
-from protocol.process.machines import MOST_ADDRESSES, core_places, read_addresses, tcp_address
+from protocol.process.machines import MAX_ADDRESSES, core_places, read_addresses, tcp_address
 from scripts.supervisor.replica import replica_config
 
 
@@ -36,7 +36,7 @@ def test_addresses_are_read_from_all_files(tmp_path: Path) -> None:
     [
         ("tcp://a:1\n10.0.0.2:7000\n", "line 2: 10.0.0.2:7000 is not tcp://HOST:PORT"),
         ("tcp://a:1 tcp://b:1\n", "line 1: tcp://a:1 tcp://b:1 is not"),
-        ("tcp://a:1\n" * (MOST_ADDRESSES + 1), f"addresses are more than {MOST_ADDRESSES}"),
+        ("tcp://a:1\n" * (MAX_ADDRESSES + 1), f"addresses are more than {MAX_ADDRESSES}"),
         ("tcp://ho!st:1\n", "line 1: tcp://ho!st:1 is not tcp://HOST:PORT"),
         ("tcp://a:0\n", "line 1: tcp://a:0 is not tcp://HOST:PORT"),
         ("tcp://a:99999\n", "line 1: the port of tcp://a:99999 must be 1 to 65535"),

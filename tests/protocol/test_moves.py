@@ -27,7 +27,7 @@ from protocol.message import encode
 from protocol.sampling import FinishReason, SamplingParams
 
 NUM_REPLICAS = 3
-MOST_TOKENS = 6
+MAX_TOKENS = 6
 FINGERPRINTS = ("a", "b")
 
 
@@ -113,7 +113,7 @@ class Replica:
         for request_id, tokens in list(self.known.items()):
             index = len(tokens)
             tokens.append(token(request_id, index, self.fingerprint))
-            is_last = len(tokens) == MOST_TOKENS
+            is_last = len(tokens) == MAX_TOKENS
             reason = FinishReason.LENGTH if is_last else None
             self.sent.append(RequestOutput(request_id, index, tokens[-1:], reason))
             if is_last:
@@ -146,7 +146,7 @@ class Moves(RuleBasedStateMachine):
     def accept(self, replica: int) -> None:
         opened = self.replicas[replica].open
         request_id = opened.ledger.next_request_id()
-        params = SamplingParams(max_tokens=MOST_TOKENS)
+        params = SamplingParams(max_tokens=MAX_TOKENS)
         add = AddRequest(request_id, [5], params, fingerprint=opened.fingerprint)
         self.readers[request_id] = Reader(request_id, opened.fingerprint)
         opened.accept(add, encode(add), self.readers[request_id])
@@ -257,7 +257,7 @@ class Moves(RuleBasedStateMachine):
                 replica.open.move(request_id, last.open)
         self._release(last)
         last.send_backlog(99)
-        for _ in range(MOST_TOKENS):
+        for _ in range(MAX_TOKENS):
             last.step()
             last.arrive(99)
         assert not len(last.open)

@@ -17,7 +17,7 @@ def test_all_that_map_the_file_see_the_same_entries(tmp_path: Path) -> None:
     path = tmp_path / "index"
     with pytest.raises(FileNotFoundError):
         BlockIndex(path)
-    one = BlockIndex(path, most_blocks=1000)
+    one = BlockIndex(path, max_blocks=1000)
     assert one.is_new
     other = BlockIndex(path)
     one.add(key(1))
@@ -32,8 +32,8 @@ def test_all_that_map_the_file_see_the_same_entries(tmp_path: Path) -> None:
     one.add(key(3))
     other.clear()
     assert key(3) not in one
-    assert not BlockIndex(path, most_blocks=1000).is_new
-    larger = BlockIndex(path, most_blocks=5000)
+    assert not BlockIndex(path, max_blocks=1000).is_new
+    larger = BlockIndex(path, max_blocks=5000)
     assert larger.is_new
     larger.add(key(4))
     assert key(4) not in one  # it keeps the table that it has mapped
@@ -44,7 +44,7 @@ def test_all_that_map_the_file_see_the_same_entries(tmp_path: Path) -> None:
 def test_a_full_index_loses_few_entries_and_names_nothing_that_was_not_added(
     tmp_path: Path,
 ) -> None:
-    index = BlockIndex(tmp_path / "index", most_blocks=10_000)
+    index = BlockIndex(tmp_path / "index", max_blocks=10_000)
     for number in range(10_000):
         index.add(key(number, number % 3))
     kept = sum(key(number, number % 3) in index for number in range(10_000))

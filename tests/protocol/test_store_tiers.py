@@ -28,7 +28,7 @@ def test_replicas_share_the_directory_of_their_engine(tmp_path: Path) -> None:
         model="null", kv_offload_bytes=1000, kv_offload_dir="/disk", run_dir=str(tmp_path)
     )
     memory, disk = tiers(config)
-    assert (memory.most_bytes, disk.directory) == (1000, Path("/disk"))
+    assert (memory.max_bytes, disk.directory) == (1000, Path("/disk"))
     run = msgspec.structs.replace(config.run, replica=1, run_dir=str(replica_dir))
     assert tiers(msgspec.structs.replace(config, run=run)) == [memory, disk]
     assert index_path(disk, "abc", 1) == Path("/disk/abc/rank-1/index")

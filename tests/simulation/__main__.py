@@ -26,7 +26,7 @@ from tests.simulation.replicas import REPLICAS, run_any_seed
 from tests.simulation.report import table
 from tests.simulation.scale import __main__ as scale
 
-_MOST_SHOWN = 20
+_MAX_SHOWN = 20
 _PROGRESS_S = 30.0
 
 
@@ -70,7 +70,7 @@ class _Progress:
 def _print_violations(tallies: dict[str, Tally]) -> int:
     status = 0
     for mode, tally in tallies.items():
-        for seed, text in tally.violations[:_MOST_SHOWN]:
+        for seed, text in tally.violations[:_MAX_SHOWN]:
             print(f"FAILED --mode {mode} --first-seed {seed}: {text}")
         status = 1 if tally.violations else status
     return status

@@ -22,7 +22,7 @@ from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.adapters.service import AdapterService, _Job
 
 WRONG_TEXT = "lora_A has other shapes"
-MOST_POINTS = 4
+MAX_POINTS = 4
 """An adapter is refused at this number, as `core_proc.recovery.adapter_trials` states."""
 _QUICK_S = (0.0002, 0.02)
 _SLOW_S = (0.05, 0.8)
@@ -67,7 +67,7 @@ class LoadWatch:
         self._points: Counter[int] = Counter()
         self._killed: Counter[int] = Counter()
         """Workers that loads of a deadly adapter have killed since one has ended."""
-        self._allowed = dict.fromkeys((a.adapter_id for a in plan.adapters), MOST_POINTS)
+        self._allowed = dict.fromkeys((a.adapter_id for a in plan.adapters), MAX_POINTS)
 
     def adopted(self) -> None:
         """A core begins anew with workers."""
@@ -108,7 +108,7 @@ class LoadWatch:
 
     def may_refuse(self, adapter: Adapter) -> bool:
         """Whether enough workers have died while they loaded an adapter."""
-        return self._points[adapter.adapter_id] >= MOST_POINTS
+        return self._points[adapter.adapter_id] >= MAX_POINTS
 
     async def load(self, engine: AsyncEngineClient, adapter: Adapter) -> None:
         """Load an adapter as an operator does, and check the answer.

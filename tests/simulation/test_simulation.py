@@ -30,7 +30,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 10_000
 """Number of seeds in each mode, if the machine is fast enough."""
 LIMIT_S = 3.0
-LEAST_SEEDS = 100
+MIN_SEEDS = 100
 """Every kind of fault happens within this number of seeds."""
 PLANT_SEEDS = 600
 """A planted bug must be found within this number of seeds."""
@@ -55,11 +55,11 @@ ONLY_IN_PROGRESS = {"promote-old-epoch", "drain-at-once", "load-for-ever"}
 def test_no_violation_under_any_fault(mode: str) -> None:
     """Run as many seeds as fit into the time; `tests.simulation` runs more."""
     jobs = min(2, len(os.sched_getaffinity(0)))
-    tally = run_batch(Batch(mode, 0, LEAST_SEEDS, ALL), jobs)
-    rest = Batch(mode, LEAST_SEEDS, NUM_SEEDS - LEAST_SEEDS, ALL)
+    tally = run_batch(Batch(mode, 0, MIN_SEEDS, ALL), jobs)
+    rest = Batch(mode, MIN_SEEDS, NUM_SEEDS - MIN_SEEDS, ALL)
     tally.add(run_batch(rest, jobs, time.monotonic() + LIMIT_S))
     assert tally.violations == []
-    assert tally.num_seeds >= LEAST_SEEDS
+    assert tally.num_seeds >= MIN_SEEDS
     assert tally.num_streams > 3 * tally.num_seeds
     assert tally.num_tokens > 10 * tally.num_seeds
     assert any(kind.startswith("promoted") for kind in tally.counts)

@@ -15,7 +15,7 @@ from scripts.testing import TIMEOUT_S, Engine, EngineFactory, engine, eventually
 __all__ = ["engine", "start_engine"]
 
 ROOT = Path(__file__).resolve().parents[2]
-MOST_KEPT = 2
+MAX_KEPT = 2
 """Engines that stay alive between tests; those that were used last are kept."""
 
 
@@ -107,7 +107,7 @@ class EnginePool:
             factory = EngineFactory()
             engine = SharedEngine.start(factory, flags, has_failpoints)
             self._kept[key] = factory, engine
-            while len(self._kept) > MOST_KEPT:
+            while len(self._kept) > MAX_KEPT:
                 self._end(next(iter(self._kept)))
         engine.ready()
         engine.begin()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
-_MOST_BYTES = 2**16
+_MAX_BYTES = 2**16
 _SUBNET = f"10.77.{os.getpid() % 255}"
 """Of this process, as another one may have a network here at the same time."""
 
@@ -146,5 +146,5 @@ def _packets(fd: int) -> "list[bytes]":
     packets = []
     with suppress(BlockingIOError):
         while len(packets) < 64:
-            packets.append(os.read(fd, _MOST_BYTES))
+            packets.append(os.read(fd, _MAX_BYTES))
     return packets

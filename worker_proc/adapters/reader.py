@@ -61,12 +61,12 @@ class AdapterReader:
         self._max_rank = max_rank
 
     @property
-    def most_bytes(self) -> int:
+    def max_bytes(self) -> int:
         """The memory of an adapter of the greatest rank at all sites, in bytes."""
         return self._sites.num_values(self._max_rank) * self._dtype.itemsize
 
     @property
-    def most_bytes_of_load(self) -> int:
+    def max_bytes_of_load(self) -> int:
         """The additional memory while such an adapter is loaded: its file, in float32."""
         return self._sites.num_values_of_file(self._max_rank) * 4 + _HEADER_BYTES
 
@@ -88,7 +88,7 @@ class AdapterReader:
 
         They are in separate pages: filling a `bytearray` with zeros would stop other threads.
         """
-        most = self.most_bytes_of_load
+        most = self.max_bytes_of_load
         try:
             with open_weights(path) as file:
                 size = os.fstat(file.fileno()).st_size

@@ -12,7 +12,7 @@ from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import AdaptationArgs, AdaptedRowsArgs, AdaptedSiteArgs
 
 MAX_SITES = 3
-"""The most sites of one instruction: queries, keys and values."""
+"""Maximum number of sites of one instruction: queries, keys and values."""
 _LANES = 16
 Part = tuple[LoadedAdapter, Sequence[int]]
 """An adapter, and its rows."""

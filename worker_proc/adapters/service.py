@@ -23,9 +23,9 @@ from worker_proc.adapters.kept import KeptAdapters
 
 _NICENESS = 10
 LOAD_TIMEOUT_S = 100.0
-"""The most time for reading an adapter's files, since a file system may not answer at all."""
+"""Maximum time for reading an adapter's files, since a file system may not answer at all."""
 MAX_HANGING = 4
-"""The most abandoned loads that have not ended; with as many, no further load begins."""
+"""Maximum number of abandoned loads that have not ended; with as many, no further load begins."""
 
 T = TypeVar("T")
 

@@ -32,10 +32,10 @@ class AdapterStore:
         self.kept: KeptAdapters[LoadedAdapter] = KeptAdapters(self._reader.read, num_kept)
 
     @property
-    def most_bytes(self) -> int:
-        """The most memory for all adapters, including one that is being loaded."""
+    def max_bytes(self) -> int:
+        """Maximum memory for all adapters, including one that is being loaded."""
         num_adapters = self.kept.num_kept + 1
-        return num_adapters * self._reader.most_bytes + self._reader.most_bytes_of_load
+        return num_adapters * self._reader.max_bytes + self._reader.max_bytes_of_load
 
     def begin_step(self, inputs: StepInputs) -> None:
         """Record which rows of a step have which adapter."""

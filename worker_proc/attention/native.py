@@ -26,8 +26,8 @@ from worker_proc.native.structures import LayerArgs, RowTermsArgs, StepArgs
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32
-"""The most query heads for each KV head in one kernel call; a layer with more takes several
-calls."""
+"""Maximum number of query heads for each KV head in one kernel call; a layer with more takes
+several calls."""
 MAX_LATENT_DIM = 640  # limit in latent_attention.h
 PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # constants of pair_tile.h
 VECTOR = 16

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 SECTION = 1024  # constant of native/attention/sections.h
 ITEM_TOKENS = 64
-"""The most tokens of a chunk that a thread computes at a time."""
+"""Maximum number of tokens of a chunk that a thread computes at a time."""
 PIECES_PER_THREAD = 4
 """A group is split into sections if its cost exceeds a thread's share divided by this number."""
 WHOLE = -1

@@ -40,7 +40,7 @@ def available_cache_bytes(
     here.
     """
     if config.cache.kv_cache_memory_bytes is not None or loaded.device.type == "cpu":
-        return most_cache_bytes(loaded.device, config)
+        return max_cache_bytes(loaded.device, config)
     device, utilization = loaded.device, config.cache.gpu_memory_utilization
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -61,7 +61,7 @@ def whole_steps(num_bytes: int) -> int:
     return max(num_bytes, 0) // CUDA_STEP_BYTES * CUDA_STEP_BYTES
 
 
-def most_cache_bytes(device: torch.device, config: EngineConfig) -> int:
+def max_cache_bytes(device: torch.device, config: EngineConfig) -> int:
     """Return the most bytes that the KV cache can have, before the weights are loaded."""
     if config.cache.kv_cache_memory_bytes is not None:
         return config.cache.kv_cache_memory_bytes

@@ -15,13 +15,13 @@ from worker_proc.mirror import ScheduledRequest
 INTERPRETED_UNITS = 8  # assumed multiprocessors when the kernels are interpreted
 MIN_TILE = 16  # smallest tile of a matrix product
 PREFILL_ROWS = 64  # query rows of a tile, over tokens and heads
-MOST_TILE_KEYS = 64
+MAX_TILE_KEYS = 64
 WIDE_DIM = 128
 TILE_SPLITS = 16  # splits that are summed at a time
 STAGES = 3  # stages of the load pipeline
 STAGES_OF_WHOLE_TILES = 2  # with less shared memory, more programs share a multiprocessor
 MIN_SPLIT_TOKENS = 256  # least context for each program
-MOST_PARTIAL_RESULTS = 4096  # for each head: parts of a step, times splits
+MAX_PARTIAL_RESULTS = 4096  # for each head: parts of a step, times splits
 
 
 class DeviceStep(NamedTuple):
@@ -57,7 +57,7 @@ def choose_num_splits(
     room for partial results of all parts, although only `num_decodes` of them have any.
     """
     wanted = 2 * num_units // max(num_decodes * spec.num_kv_heads, 1)
-    return max(1, min(wanted, longest // MIN_SPLIT_TOKENS, MOST_PARTIAL_RESULTS // num_parts))
+    return max(1, min(wanted, longest // MIN_SPLIT_TOKENS, MAX_PARTIAL_RESULTS // num_parts))
 
 
 class Tiles(NamedTuple):
@@ -73,7 +73,7 @@ def choose_tiles(spec: LayerSpec, dtype: torch.dtype) -> Tiles:
     narrowing = (max(spec.head_dim, spec.value_head_dim) > WIDE_DIM) + (dtype == torch.float32)
     least = max(MIN_TILE, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
     prefill_rows = PREFILL_ROWS // 2 if narrowing == 2 else PREFILL_ROWS
-    return Tiles(least, max(prefill_rows, least), MOST_TILE_KEYS >> narrowing)
+    return Tiles(least, max(prefill_rows, least), MAX_TILE_KEYS >> narrowing)
 
 
 def store(paged: PagedStep, key: torch.Tensor, value: torch.Tensor) -> None:

@@ -62,10 +62,10 @@ class BlockTables:
 
     def assign(self, parts: Sequence[ScheduledRequest]) -> tuple[list[int], Update]:
         """Return the row of each part, and the entries to write to the tables first."""
-        most_blocks = max(len(part.request.block_tables[0]) for part in parts)
+        max_blocks = max(len(part.request.block_tables[0]) for part in parts)
         _, rows, blocks = self.tensor.shape
-        if len(parts) >= rows or most_blocks > blocks:
-            self.reserve(max(len(parts), rows - 1), max(most_blocks, blocks))
+        if len(parts) >= rows or max_blocks > blocks:
+            self.reserve(max(len(parts), rows - 1), max(max_blocks, blocks))
         update = Update([], [])
         indices = []
         unknown = []

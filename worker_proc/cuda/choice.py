@@ -19,9 +19,10 @@ from worker_proc.inputs import to_device
 from worker_proc.sampling.edited_rows import edit_rows
 from worker_proc.sampling.logit_edits import SamplingRow
 
-MOST_NEAR = 2**14
-"""The most tokens near the best one that are listed; a row with more is searched as a whole."""
-MOST_TILE_TOKENS = 2048  # lets two programs share a multiprocessor of an H100
+MAX_NEAR = 2**14
+"""Maximum number of tokens near the best one that are listed; a row with more is searched as a
+whole."""
+MAX_TILE_TOKENS = 2048  # lets two programs share a multiprocessor of an H100
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LINE = struct.Struct("=qddqq")  # seed, temperature, top_p, top_k, min_weight
 _GREEDY = _LINE.pack(0, 0.0, 1.0, 0, 0)
@@ -56,13 +57,13 @@ def choose(logits: Tensor, parameters: Tensor, lines: Tensor, positions: Tensor)
     chosen = torch.empty(num_rows, dtype=torch.int64, device=logits.device)
     if not num_rows:
         return chosen
-    capacity = min(MOST_NEAR, triton.next_power_of_2(vocab_size))
+    capacity = min(MAX_NEAR, triton.next_power_of_2(vocab_size))
     nearby = torch.empty(num_rows, capacity, dtype=torch.int32, device=logits.device)
     choose_kernel[(num_rows,)](
         *(logits, parameters, lines, positions, nearby, chosen),
         *(logits.stride(0), vocab_size),
         CAPACITY=capacity,
-        TILE=min(MOST_TILE_TOKENS, triton.next_power_of_2(vocab_size)),
+        TILE=min(MAX_TILE_TOKENS, triton.next_power_of_2(vocab_size)),
         num_warps=8,
     )
     return chosen

@@ -19,7 +19,7 @@ NOT_FINITE = tl.constexpr(-1)
 
 UNIT = tl.constexpr(2.0**40)
 NEAR_NATS = tl.constexpr(12.0)
-LEAST_KEY = tl.constexpr(-2139095041)
+MIN_KEY = tl.constexpr(-2139095041)
 """The key of -inf."""
 LOW_HALF = tl.constexpr(2**31 - 1)
 
@@ -162,7 +162,7 @@ def cut_off(row, members, top_k, top_p, total, TILE: tl.constexpr):
 
     Tokens above the key `cut` are kept, and the first `num_tied` of those with that key.
     """
-    cut = members[2] * 0 + LEAST_KEY
+    cut = members[2] * 0 + MIN_KEY
     num_tied = top_k * 0
     if (top_k > 0) & (top_k < members[2]):
         cut, above = find_key(row, members, top_k - 1, cut, False, TILE)

@@ -95,11 +95,11 @@ class StaticDecode:
         return logits
 
     @torch.inference_mode()
-    def capture(self, pool: Any, out: torch.Tensor | None, most_rows: int) -> torch.Tensor:
+    def capture(self, pool: Any, out: torch.Tensor | None, max_rows: int) -> torch.Tensor:
         """Record the step in a graph whose memory belongs to `pool`.
 
         Its logits go to the first rows of `out`, which all sizes share; the first capture creates
-        it, with room for `most_rows`. Raises RuntimeError if the forward waits for the device, so
+        it, with room for `max_rows`. Raises RuntimeError if the forward waits for the device, so
         that it cannot be recorded.
         """
         self._backend.attention.begin_static_step((), self.size)
@@ -114,7 +114,7 @@ class StaticDecode:
             finally:
                 torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(stream)
-        kept = logits.new_empty(most_rows, self._vocab_size) if out is None else out
+        kept = logits.new_empty(max_rows, self._vocab_size) if out is None else out
         graph = torch.cuda.CUDAGraph()
         # NCCL's own thread may query its events meanwhile.
         with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):

@@ -37,7 +37,7 @@ from worker_proc.loading.prepared import PreparedModel
 
 _RANKS = (3, 6)
 _SCALE = 0.5
-_LEAST_EFFECT = 10.0
+_MIN_EFFECT = 10.0
 """The least ratio of the adapters' effect to the error."""
 
 Add = Callable[[int, Site, torch.Tensor, torch.Tensor], None]
@@ -92,7 +92,7 @@ def prove_adapters(
         with _adapting(store, backend, [adapters[0]]):
             beside = compute_stepwise(loaded, backend, layout)
     error, effect = median_error(found, expected), median_error(expected, plain)
-    if not error <= max_error(loaded.dtype) or not effect >= _LEAST_EFFECT * error:
+    if not error <= max_error(loaded.dtype) or not effect >= _MIN_EFFECT * error:
         raise UnsupportedModel(
             f"enable_lora: {kind}: its logits with adapters differ from those with their products"
             f" added to each linear layer (relative error {error:.3g})"

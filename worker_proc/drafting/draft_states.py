@@ -26,7 +26,7 @@ class DraftStates:
         self._ids = range(first_block, first_block + num_blocks)
         self._free = list(self._ids)
         self.most_used = num_blocks
-        """The most blocks that all requests may hold; less if another rank has fewer."""
+        """Maximum number of blocks that all requests may hold; less if another rank has fewer."""
 
     def clear(self) -> None:
         """Take all blocks back: there are no requests any more."""

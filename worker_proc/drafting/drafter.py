@@ -16,19 +16,19 @@ class Drafter:
         mirror: Mirror,
         model: DraftModel | None = None,
         share: Callable[[Sequence[ScheduledRequest]], None] | None = None,
-        least_states: Callable[[], int] | None = None,
+        min_states: Callable[[], int] | None = None,
     ) -> None:
         """Draft with `model`; without one, from repetitions in each request's own text.
 
         Args:
             share: gives all ranks the drafts of the one that has the draft model.
-            least_states: returns the draft states of the rank that has the fewest; None: there is
+            min_states: returns the draft states of the rank that has the fewest; None: there is
                 one rank, or no recurrent layer.
         """
         self._mirror = mirror
         self.model = model
         self._share = share
-        self._least_states = least_states
+        self._min_states = min_states
         self._has_limited_states = False
         """True if the ranks of this adoption have agreed on the number of draft states."""
 
@@ -69,6 +69,6 @@ class Drafter:
 
     def _limit_states(self) -> None:
         """Use no more draft states than the rank with the fewest has."""
-        if self._least_states is not None and not self._has_limited_states:
-            self._mirror.limit_draft_states(self._least_states())
+        if self._min_states is not None and not self._has_limited_states:
+            self._mirror.limit_draft_states(self._min_states())
             self._has_limited_states = True

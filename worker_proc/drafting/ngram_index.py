@@ -8,8 +8,8 @@ wrong one costs one row of the step that verifies it.
 from array import array
 
 MAX_CANDIDATES = 16
-"""The most earlier occurrences of the last pair that are compared, latest first. Bounds the time
-for frequent pairs, such as line breaks with indents."""
+"""Maximum number of earlier occurrences of the last pair that are compared, latest first. It bounds
+the time for frequent pairs, such as line breaks with indents."""
 
 _NONE = -1
 _TOKEN_BITS = 31

@@ -25,7 +25,7 @@ _STEP_LEXER_FUEL = 200_000
 _STEP_MAX_ITEMS = 50_000
 _FOLLOWED_TOKENS = 4
 _BYTES_PER_CHARACTER = 32
-_LEAST_BYTES = 64 * 1024
+_MIN_BYTES = 64 * 1024
 _SCHEMA_ERROR = "failed to compile JSON schema: "
 _REGEX_REPORT = re.compile(
     r'(?:invalid regex ".*" \(in [^)]*\): )?regex parse error:\n {4}(?P<regex>.*)\n'
@@ -194,7 +194,7 @@ class GrammarCompiler:
         if matcher.is_error():
             raise GrammarError(in_words(matcher.get_error())[:MAX_TEXT])
         num_bytes = max(
-            definition.num_bytes, _LEAST_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
+            definition.num_bytes, _MIN_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
         )
         with self._lock:
             if grammar not in self._matchers:

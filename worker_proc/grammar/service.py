@@ -37,8 +37,8 @@ LIMIT_S = 5.0
 """Processor time for one grammar in each lane. `_longest_wait_s` bounds the wall time. All lanes
 together take less than the time after which a response starts with a keep-alive comment, so that an
 error can still set the HTTP status."""
-MOST_MIDDLE = 16
-MOST_SLOW = 8
+MAX_MIDDLE = 16
+MAX_SLOW = 8
 """Maximum number of unanswered grammars in a lane. Their sum is less than the core sends, and so is
 each account's share of them."""
 _PROVEN_THREADS = 4
@@ -78,8 +78,8 @@ class GrammarService:
         self._compiler = compiler
         self._adoption = 0
         self._results: deque[tuple[int, GrammarCompiled]] = deque()
-        self._slow = _Lane(self, compiler, LIMIT_S, most=MOST_SLOW)
-        self._middle = _Lane(self, compiler, MIDDLE_S, self._slow, most=MOST_MIDDLE)
+        self._slow = _Lane(self, compiler, LIMIT_S, max_jobs=MAX_SLOW)
+        self._middle = _Lane(self, compiler, MIDDLE_S, self._slow, max_jobs=MAX_MIDDLE)
         self._quick = _Lane(self, compiler, QUICK_S, self._middle)
         self._proven = _Lane(self, compiler, LIMIT_S, num_threads=_PROVEN_THREADS)
         self.wake_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -121,10 +121,10 @@ class GrammarService:
 class _Jobs:
     """The grammars of one lane; its threads take those of all accounts in turns."""
 
-    def __init__(self, most: int, num_threads: int) -> None:
+    def __init__(self, max_jobs: int, num_threads: int) -> None:
         self._changed = threading.Condition()
         self._turns: Turns[_Job] = Turns()
-        self._places, self._threads = Shares(most), Shares(num_threads)
+        self._places, self._threads = Shares(max_jobs), Shares(num_threads)
 
     def put(self, job: _Job) -> bool:
         """Queue a grammar; return False if its account's share of the places is used up."""
@@ -162,7 +162,7 @@ class _Lane:
         limit_s: float,
         slower: "_Lane | None" = None,
         *,
-        most: int = 2**31,
+        max_jobs: int = 2**31,
         num_threads: int = 1,
     ) -> None:
         """Store the limits of the lane.
@@ -172,7 +172,7 @@ class _Lane:
             compiler: compiles proven grammars in this process.
             limit_s: processor time for one grammar.
             slower: the lane for grammars that need more time; None: they are refused.
-            most: maximum number of unanswered grammars.
+            max_jobs: maximum number of unanswered grammars.
             num_threads: maximum number of threads; more than one are for proven grammars.
 
         Only one thread may call `put`.
@@ -182,8 +182,8 @@ class _Lane:
         self._limit_s = limit_s
         self._wall_s = _longest_wait_s(limit_s)
         self._slower = slower
-        self._most = most
-        self._jobs = _Jobs(most, num_threads)
+        self._max_jobs = max_jobs
+        self._jobs = _Jobs(max_jobs, num_threads)
         self._num_to_start = num_threads
         self._prover: _Prover | None = None
 
@@ -225,7 +225,7 @@ class _Lane:
         if self._slower is None:
             self._service.answer(job, f"compiling it takes {limit}")
         elif not self._slower.put(job):
-            grammars = f"{self._slower._most} grammars at a time that take {limit}"
+            grammars = f"{self._slower._max_jobs} grammars at a time that take {limit}"
             text = f"its client's share of the {grammars} is used up"
             self._service.answer(job, text, GrammarFault.BUSY)
 

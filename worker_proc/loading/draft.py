@@ -29,7 +29,7 @@ def check_draft(
         checked.device,
         progress,
         max_model_len=model.max_model_len,
-        other_bytes=_least_bytes(checked, model.quantization),
+        other_bytes=_min_bytes(checked, model.quantization),
     )
     if draft.inspected.kind is not ModelKind.GENERATES:
         raise UnsupportedModel(f"speculative_model {model.speculative_model} generates no text")
@@ -42,7 +42,7 @@ def check_draft(
     return draft
 
 
-def _least_bytes(checked: CheckedModel, quantization: Quantization | None) -> int:
+def _min_bytes(checked: CheckedModel, quantization: Quantization | None) -> int:
     """Return the least memory that a model's weights may take, since they may be rounded."""
     if quantization is None or checked.files is not None:
         return checked.num_bytes

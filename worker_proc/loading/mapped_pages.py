@@ -15,7 +15,7 @@ _CHANGED = "Anonymous:"
 """Prefix of the line with the kilobytes written to a private mapping."""
 _DONTNEED = 4
 _PATTERNS = ("*.safetensors", "*.gguf")
-_LEAST_BYTES = 8 << 20
+_MIN_BYTES = 8 << 20
 """For smaller files, releasing pages is not worth the time to list all mappings."""
 
 
@@ -26,7 +26,7 @@ def release_mapped_pages(directory: str) -> None:
     }
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     try:
-        if madvise is None or sum(map(os.path.getsize, files)) < _LEAST_BYTES:
+        if madvise is None or sum(map(os.path.getsize, files)) < _MIN_BYTES:
             return
         mappings = list(_unchanged_mappings(files))
     except OSError:

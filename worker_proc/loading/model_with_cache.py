@@ -22,7 +22,7 @@ class ModelWithCache(NamedTuple):
     swap_cost_tokens: float
     """Cost of copying a block to the host and back, in computed prompt tokens."""
     num_speculative_tokens: int = 0
-    """The most drafts of a request in one step."""
+    """Maximum number of drafts of a request in one step."""
     num_draft_states: int = 0
     """State blocks in the pool beyond the announced ones."""
     grammars: GrammarCompiler | None = None

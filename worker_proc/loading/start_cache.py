@@ -20,7 +20,7 @@ import msgspec
 from worker_proc.native.build import cache_directory
 
 MAX_KEYS = 64
-"""The most keys of one kind; the oldest are removed."""
+"""Maximum number of keys of one kind; the oldest are removed."""
 _DIGEST_BYTES = 16
 
 T = TypeVar("T")

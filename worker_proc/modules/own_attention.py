@@ -41,7 +41,7 @@ from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 
 NUM_TOKENS = 7
 MAX_PROOF_LEN = 2048
-"""The most key positions in a proof."""
+"""Maximum number of key positions in a proof."""
 MAX_BIASED_LEN = 2**20
 """The longest context: bias tables, and tensors of modules, have a column for each position."""
 MAX_ERROR = 1e-4

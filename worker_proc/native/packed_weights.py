@@ -55,7 +55,7 @@ GROUPED = (
 )
 """Formats of products/grouped_codes.h, for rows of float32 or bfloat16."""
 MAX_CODED_INPUTS = (2**31 - 1) // 127**2
-"""The most inputs of a weight for rows of codes, whose sums must fit into 32 bits."""
+"""Maximum number of inputs of a weight for rows of codes, whose sums must fit into 32 bits."""
 
 
 class Grouping(NamedTuple):

@@ -43,7 +43,7 @@ _START_TRIES = 6000
 """At start, since another process may be entering all blocks in a new index."""
 _LOCK_PAUSE_S = 0.005
 _MAX_PARTS = 512
-"""The most buffers written or read at once; the system's limit is 1,024."""
+"""Maximum number of buffers written or read at once; the system's limit is 1,024."""
 
 log = logging.getLogger("troika.worker")
 
@@ -58,23 +58,23 @@ class _File(NamedTuple):
 class BlockStore:
     """The blocks of one rank in one tier."""
 
-    def __init__(self, directory: Path, most_bytes: int, block_bytes: int) -> None:
+    def __init__(self, directory: Path, max_bytes: int, block_bytes: int) -> None:
         """Create the directory, or use its existing blocks; raise OSError if that fails.
 
         `block_bytes` is the size of the smallest blocks.
         """
         self._directory = directory
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
         self._numbers = itertools.count()
         self._thread_lock = threading.Lock()
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock_fd = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        most_blocks = most_bytes // taken_bytes(block_bytes)
+        max_blocks = max_bytes // taken_bytes(block_bytes)
         # Locked, since processes that start together would each create an index.
         with self._locked(_START_TRIES) as has_lock:
             if not has_lock:
                 raise TimeoutError(f"the lock of {directory} is held by another process")
-            self.index = BlockIndex(directory / "index", most_blocks=most_blocks)
+            self.index = BlockIndex(directory / "index", max_blocks=max_blocks)
             if self.index.is_new:
                 self._enter_all()
 
@@ -89,7 +89,7 @@ class BlockStore:
         block_bytes = sum(map(len, block))
         num_bytes = taken_bytes(block_bytes)
         num_tries = _LOCK_TRIES if waits else 1
-        if num_bytes > self._most_bytes or not self._make_room(num_bytes, num_tries):
+        if num_bytes > self._max_bytes or not self._make_room(num_bytes, num_tries):
             return False
         path = self._path(key)
         header = _HEADER.pack(_MAGIC, _checksum(key, block), block_bytes)
@@ -147,8 +147,8 @@ class BlockStore:
             if not has_lock:
                 return False
             self.index.num_bytes += num_bytes
-            if self.index.num_bytes > self._most_bytes:
-                self._remove_old(self._most_bytes * _KEPT_SHARE - num_bytes)
+            if self.index.num_bytes > self._max_bytes:
+                self._remove_old(self._max_bytes * _KEPT_SHARE - num_bytes)
                 self.index.num_bytes += num_bytes
         return True
 
@@ -182,14 +182,14 @@ class BlockStore:
             raise
         return True
 
-    def _remove_old(self, most_bytes: float) -> None:
+    def _remove_old(self, max_bytes: float) -> None:
         """Remove the least recently used blocks, and count the others anew."""
         # Each directory is sorted separately: sorting all files would hold the interpreter for
         # long.
         directories = [sorted(self._files_in(path)) for path in self._directories()]
         left = sum(file.num_bytes for files in directories for file in files)
         for file in heapq.merge(*directories):
-            if left <= most_bytes:
+            if left <= max_bytes:
                 break
             self.index.discard(file.key)
             with contextlib.suppress(OSError):

@@ -16,7 +16,7 @@ from protocol.core_worker import BlocksFound, FindBlocks
 from worker_proc.offload.priority import lower_priority
 from worker_proc.offload.remote import Peers
 
-_MOST_THREADS = 4
+_MAX_THREADS = 4
 _TIMEOUT_S = 3.0
 """Time from a question to its answer. A running server answers in milliseconds."""
 
@@ -50,7 +50,7 @@ class Finder:
         with self._lock:
             self._open[number] = _Question(message, time.monotonic() + _TIMEOUT_S)
         self._waiting.put(number)
-        if self._num_threads < _MOST_THREADS:
+        if self._num_threads < _MAX_THREADS:
             self._num_threads += 1
             threading.Thread(target=self._run, name="troika-find", daemon=True).start()
 

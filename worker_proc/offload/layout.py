@@ -12,9 +12,9 @@ from protocol.core_worker import ModelFacts
 from worker_proc.kv.kv_groups import Place
 from worker_proc.offload.service import MAX_READERS
 
-_MOST_STAGED_BYTES = 2**28
-_LEAST_STAGED = 8
-_LEAST_STATES, _MOST_STATES = 2, 64
+_MAX_STAGED_BYTES = 2**28
+_MIN_STAGED = 8
+_MIN_STATES, _MAX_STATES = 2, 64
 _NAME_BYTES = 8
 
 log = logging.getLogger("troika.worker")
@@ -68,12 +68,12 @@ def _shapes(prefix: str, tensors: Sequence[torch.Tensor]) -> list[str]:
 def num_state_slots(block_bytes: int) -> int:
     """Return the number of states in transit at a time; those to be written wait in memory."""
     return MAX_READERS + min(
-        max(_LEAST_STATES, _MOST_STAGED_BYTES // max(block_bytes, 1)), _MOST_STATES
+        max(_MIN_STATES, _MAX_STAGED_BYTES // max(block_bytes, 1)), _MAX_STATES
     )
 
 
 def num_slots(config: EngineConfig, facts: ModelFacts, block_bytes: int) -> int:
     """Return the number of blocks in transit: as many as a step fills, if memory allows it."""
     per_step = -(-config.scheduler.max_num_batched_tokens // facts.block_size)
-    most = max(_LEAST_STAGED, _MOST_STAGED_BYTES // max(block_bytes, 1))
+    most = max(_MIN_STAGED, _MAX_STAGED_BYTES // max(block_bytes, 1))
     return MAX_READERS + min(per_step * len(facts.kv_groups), most)

@@ -39,20 +39,20 @@ def make_service(
     stores = []
     num_ranks = config.parallel.num_ranks
     memories = (memory, states, drafts.memory if drafts is not None and drafts.are_kept else None)
-    least_bytes = min(one.block_bytes for one in memories if one is not None)
+    min_bytes = min(one.block_bytes for one in memories if one is not None)
     for tier in tiers(config):
         directory = blocks_directory(tier, layout, rank)
         try:
             make_private(tier.private_directory(layout))
             if tier.is_memory:
                 name_engine(tier.directory, engine_directory(config))
-            stores.append(BlockStore(directory, tier.most_bytes // num_ranks, least_bytes))
+            stores.append(BlockStore(directory, tier.max_bytes // num_ranks, min_bytes))
             if rank == 0:
                 _check_room(tier, taken_bytes(memory.block_bytes) * num_ranks)
         except (OSError, ValueError) as error:
             log.warning("KV blocks are not kept in %s: %s", tier.directory, error)
-    most_bytes = max(one.block_bytes for one in memories if one is not None)
-    return OffloadService(memory, stores, states, drafts, _peers(config, layout, rank, most_bytes))
+    max_bytes = max(one.block_bytes for one in memories if one is not None)
+    return OffloadService(memory, stores, states, drafts, _peers(config, layout, rank, max_bytes))
 
 
 def _peers(config: EngineConfig, layout: str, rank: int, block_bytes: int) -> Peers | None:
@@ -73,19 +73,19 @@ def _peers(config: EngineConfig, layout: str, rank: int, block_bytes: int) -> Pe
 
 def _check_room(tier: Tier, block_bytes: int) -> None:
     """Warn if not even one block may be kept, or if the file system has too little room."""
-    if tier.most_bytes < block_bytes:
+    if tier.max_bytes < block_bytes:
         log.warning(
             "no KV block is kept: each takes %d bytes, and at most %d may be taken in %s",
             block_bytes,
-            tier.most_bytes,
+            tier.max_bytes,
             tier.directory,
         )
     free = os.statvfs(tier.directory)
     num_free = free.f_bavail * free.f_frsize
-    if num_free < tier.most_bytes:
+    if num_free < tier.max_bytes:
         log.warning(
             "%s has %.1f GiB left, and KV blocks may take %.1f GiB",
             tier.directory,
             num_free / 2**30,
-            tier.most_bytes / 2**30,
+            tier.max_bytes / 2**30,
         )

@@ -38,8 +38,8 @@ ANSWER_TIMEOUT_S = 2.0
 """The longest wait for a connection, and for each answer."""
 PAUSE_S = 5.0
 """Time for which a server is not asked after it has failed to answer."""
-_MOST_IDLE = 16
-_MOST_PAUSED = 256
+_MAX_IDLE = 16
+_MAX_PAUSED = 256
 
 log = logging.getLogger("troika.worker")
 
@@ -298,7 +298,7 @@ class Peers:
             return
         with self._lock:
             self._idle.append(reader)
-            surplus = self._idle.popleft() if len(self._idle) > _MOST_IDLE else None
+            surplus = self._idle.popleft() if len(self._idle) > _MAX_IDLE else None
         if surplus is not None:
             surplus.close()
 
@@ -323,7 +323,7 @@ class Peers:
         now = time.monotonic()
         with self._lock:
             is_new = now >= self._paused_until.get(address, 0.0)
-            if len(self._paused_until) >= _MOST_PAUSED:
+            if len(self._paused_until) >= _MAX_PAUSED:
                 self._paused_until.clear()
             self._paused_until[address] = now + PAUSE_S
         if is_new:

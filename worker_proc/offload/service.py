@@ -19,7 +19,8 @@ from worker_proc.offload.remote import Peers
 from worker_proc.offload.writers import BlockWriters
 
 MAX_READERS = 8
-"""The most concurrent loads. Each uses one slot of every memory, with a number below this one."""
+"""Maximum number of concurrent loads. Each uses one slot of every memory, with a number below this
+one."""
 
 
 class OffloadService:

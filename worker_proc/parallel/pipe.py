@@ -114,7 +114,7 @@ class _Memory(NamedTuple):
     before: _Rows | None
     behind: _Rows | None
     tokens: list[_Channel]
-    least_draft_states: int
+    min_draft_states: int
 
 
 class StagePipe:
@@ -144,9 +144,9 @@ class StagePipe:
         self._num_draft_states = num_draft_states
 
     @property
-    def least_draft_states(self) -> int:
+    def min_draft_states(self) -> int:
         """Blocks for the states before drafts that every rank has; waits as `receive` does."""
-        return self._joined().least_draft_states
+        return self._joined().min_draft_states
 
     @property
     def max_steps_behind(self) -> int:

@@ -37,12 +37,12 @@ def choose_num_state_blocks(
     """
     share = available_bytes // 2 if has_attention else available_bytes
     there = available_bytes if override else share
-    most, most_for_drafts = 1 + 2 * max_num_seqs, num_speculative_tokens * max_num_seqs
+    most, max_for_drafts = 1 + 2 * max_num_seqs, num_speculative_tokens * max_num_seqs
     fitting = most
     if block_bytes:
-        fitting = min(most, there // block_bytes * most // (most + most_for_drafts))
+        fitting = min(most, there // block_bytes * most // (most + max_for_drafts))
     number = override or max(fitting, MIN_BLOCKS)
-    number_for_drafts = min(most_for_drafts, number * most_for_drafts // most)
+    number_for_drafts = min(max_for_drafts, number * max_for_drafts // most)
     needed_bytes = (number + number_for_drafts) * block_bytes
     if needed_bytes > there:
         needed, free = format_sizes(needed_bytes, there)

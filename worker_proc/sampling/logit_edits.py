@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
-from worker_proc.sampling.row_edits import LEAST_REPETITION_PENALTY, RowEdits
+from worker_proc.sampling.row_edits import MIN_REPETITION_PENALTY, RowEdits
 from worker_proc.sampling.thinking import forced_token
 
 
@@ -160,7 +160,7 @@ def _penalize_repetition(scores: Tensor, rows: Sequence[SamplingRow]) -> None:
         return
     row_ids, token_ids = _places(scores, ((i, rows[i].token_ids) for i in chosen))
     factor = torch.tensor(factors, dtype=torch.float32, device=scores.device)[row_ids]
-    factor.clamp_(min=LEAST_REPETITION_PENALTY)
+    factor.clamp_(min=MIN_REPETITION_PENALTY)
     old = scores[row_ids, token_ids]
     # Repeated places read and write the same values, so they need no merging.
     scores[row_ids, token_ids] = _bounded(torch.where(old > 0, old / factor, old * factor))

@@ -10,7 +10,7 @@ from worker_proc.grammar.masks import RowMasks
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.native.structures import SAMPLING_ROW, SCORE_EDIT, ChoiceState, EditKind
 from worker_proc.sampling.logit_edits import SamplingRow, banned_stops, banned_words
-from worker_proc.sampling.row_edits import LEAST_REPETITION_PENALTY, RowEdits
+from worker_proc.sampling.row_edits import MIN_REPETITION_PENALTY, RowEdits
 from worker_proc.sampling.thinking import forced_token
 
 _NOT_FINITE = int(ChoiceState.NOT_FINITE)
@@ -96,7 +96,7 @@ class _Edits:
             latest = self._array(row.token_ids_after(counts.num_tokens))
             addresses = (0, _address(counts.counts), _address(latest))
             penalties = (
-                max(params.repetition_penalty, LEAST_REPETITION_PENALTY),
+                max(params.repetition_penalty, MIN_REPETITION_PENALTY),
                 params.frequency_penalty,
                 params.presence_penalty,
             )

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 
 from protocol.sampling import SamplingParams
 
-LEAST_REPETITION_PENALTY = 2.0**-126
+MIN_REPETITION_PENALTY = 2.0**-126
 """Smaller penalties count as this: as a float one may be 0, and 0 times -inf is NaN."""
 
 

@@ -47,7 +47,7 @@ def choose_cache_size(
         available_bytes -= num_bytes
     block_bytes = block_bytes_of(loaded, layout)
     if prepared.adapters is not None:
-        available_bytes -= prepared.adapters.most_bytes
+        available_bytes -= prepared.adapters.max_bytes
     if draft is not None:
         draft_layout = make_draft_layout(draft, config)
         draft_block_bytes = block_bytes_of(draft, draft_layout)

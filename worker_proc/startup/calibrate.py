@@ -87,8 +87,8 @@ def _calibrate(prepared: PreparedModel, config: EngineConfig) -> Calibration:
         exactness = check_exactness(loaded, backend, layout, stepwise)
         if config.worker.batch_invariant and not exactness.holds:
             raise UnsupportedModel(f"batch_invariant: {exactness.reason}")
-        least_bytes = block_bytes_of(loaded, layout) or state_bytes(loaded.recurrent, loaded.dtype)
-        can_swap = config.cache.swap_space_bytes >= least_bytes > 0
+        min_bytes = block_bytes_of(loaded, layout) or state_bytes(loaded.recurrent, loaded.dtype)
+        can_swap = config.cache.swap_space_bytes >= min_bytes > 0
         cost = measure_swap_cost(loaded, backend, layout) if can_swap else 0.0
     adapters = AdapterProof()
     if prepared.adapters is not None:

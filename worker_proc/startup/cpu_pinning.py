@@ -12,7 +12,7 @@ from protocol.config import CpuPinning, EngineConfig
 from protocol.config.cpu_lists import format_cpus, parse_cpu_lists
 from worker_proc.loading.host_limits import available_cpus
 
-LEAST_CPUS = 3
+MIN_CPUS = 3
 """With fewer CPUs, leaving one free would cost up to half of the computing power."""
 CPUS_PER_FREE_ONE = 16
 
@@ -58,7 +58,7 @@ def worker_cpus(present: Collection[int], num_usable: int, num_workers: int, ran
     """
     count = len(present)
     num_free = max(1, count // CPUS_PER_FREE_ONE)
-    if count < LEAST_CPUS or num_usable < count or count - num_free < num_workers:
+    if count < MIN_CPUS or num_usable < count or count - num_free < num_workers:
         return set(present)
     # The lowest CPUs are left free, since they serve most interrupts. CPUs of one socket have
     # consecutive numbers; those of one core usually do not.

@@ -11,7 +11,7 @@ from protocol.config import EngineConfig, KVCacheDtype, ModelConfig, Quantizatio
 from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.native import can_attend
 from worker_proc.attention.recorder import NO_ROW_TERMS, ProbedLayer
-from worker_proc.calibration.memory import most_cache_bytes
+from worker_proc.calibration.memory import max_cache_bytes
 from worker_proc.cuda.coverage import choose_attention
 from worker_proc.errors import CheckpointError, UnsupportedModel, unsupported_failures
 from worker_proc.kv.kv_format import FORMATS
@@ -269,7 +269,7 @@ def check_cache(checked: CheckedModel, rehearsal: Rehearsal, config: EngineConfi
     layout = _layout(checked, specs, config)
     if config.model.speculative_model is not None:
         group_without_window(layout.kv_groups())
-    available_bytes = most_cache_bytes(checked.device, config)
+    available_bytes = max_cache_bytes(checked.device, config)
     if inspected.probed.has_states:
         choose_num_state_blocks(
             available_bytes,

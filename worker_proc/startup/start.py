@@ -145,8 +145,8 @@ def null_facts(config: EngineConfig) -> ModelFacts:
         exact_resume=True,
         embedding_size=NULL_EMBEDDING_SIZE,
         speculation=(
-            f"some right and some wrong guesses, at most {most_drafts} tokens"
-            if (most_drafts := config.scheduler.num_speculative_tokens)
+            f"some right and some wrong guesses, at most {max_drafts} tokens"
+            if (max_drafts := config.scheduler.num_speculative_tokens)
             else ""
         ),
         num_host_state_blocks=num_host_blocks if num_state_blocks else 0,

@@ -92,7 +92,7 @@ class SimulatedReplica:
         self._step: SchedulerOutput | None = None
         self._ends_at = 0.0
         """When the step ends."""
-        self._least_s = 0.0
+        self._min_s = 0.0
         """Least time of each further step in which no request ends."""
         self._num_left = 0
         """Steps after which a request may end, at the earliest."""
@@ -132,7 +132,7 @@ class SimulatedReplica:
         """A time before or at the next end of a request; None: there is none."""
         if not self._asked:
             return None
-        return self._ends_at + (self._num_left - 1) * self._least_s
+        return self._ends_at + (self._num_left - 1) * self._min_s
 
     def take_answers(self) -> list[Answered]:
         """Compute until now; return what has become of the turns."""
@@ -161,7 +161,7 @@ class SimulatedReplica:
         seconds = self._costs.seconds(num_tokens - num_prompt, num_prompt, num_context)
         self.busy_s += seconds
         self._ends_at = now + seconds
-        self._least_s = self._costs.seconds(len(running), 0, num_context)
+        self._min_s = self._costs.seconds(len(running), 0, num_context)
 
     def _end_step(self) -> None:
         """Take in the tokens of the step."""

@@ -55,7 +55,7 @@ class Proxy:
         self._delay_s = delay_s
         self._stalls = stalls
         self._random = Random(1)
-        self._most_bytes = 2**62
+        self._max_bytes = 2**62
         self.num_bytes = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._writers: list[asyncio.StreamWriter] = []
@@ -81,10 +81,10 @@ class Proxy:
 
     def cut_after(self, num_bytes: int) -> None:
         """Let some more bytes pass."""
-        self._most_bytes = self.num_bytes + num_bytes
+        self._max_bytes = self.num_bytes + num_bytes
 
     def mend(self) -> None:
-        self._most_bytes = 2**62
+        self._max_bytes = 2**62
         self._is_open.set()
 
     @property
@@ -115,7 +115,7 @@ class Proxy:
                 is_stalled = self._random.random() < self._stalls
                 await asyncio.sleep(self._delay_s + STALL_S * is_stalled)
                 self.num_bytes += len(data)
-                if self.num_bytes >= self._most_bytes:
+                if self.num_bytes >= self._max_bytes:
                     self.cut()
                 await self._is_open.wait()
                 target.write(data)

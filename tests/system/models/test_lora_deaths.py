@@ -24,7 +24,7 @@ _FEW_LEFT = 100
 """Tokens that may be on their way to a stream when the worker is killed."""
 LONG_MS = 60_000
 """Of a load in which its worker is killed."""
-MOST_DEATHS = 4
+MAX_DEATHS = 4
 """Workers that may be killed in a row in loads of one adapter, as docs/lora.md states."""
 
 
@@ -135,7 +135,7 @@ def test_requests_survive_workers_that_are_killed_while_they_load(
 ) -> None:
     """One fewer than would refuse the adapter."""
     streams = Streams(engine, paths)
-    kill_in_loads(engine, failpoints, MOST_DEATHS - 1)
+    kill_in_loads(engine, failpoints, MAX_DEATHS - 1)
     streams.check("null", "first", "second")
 
 
@@ -151,7 +151,7 @@ def test_an_adapter_in_whose_loads_all_workers_are_killed_is_refused_until_it_is
     # On a busy machine one may have ended before.
     unfinished = [s for s in streams.of["first"] if len(s.token_ids) < NUM_TOKENS - _FEW_LEFT]
     assert unfinished
-    kill_in_loads(engine, failpoints, MOST_DEATHS, core_too_at=1)
+    kill_in_loads(engine, failpoints, MAX_DEATHS, core_too_at=1)
     reason = "adapter 'first': workers died when they loaded it"
     for stream in unfinished:
         assert reason in (stream.join().error or "")
@@ -185,6 +185,6 @@ def test_texts_of_a_model_are_exact_though_workers_are_killed_while_they_load(
     undisturbed = {name: greedy(engine, name, num_tokens=200).join().token_ids for name in names}
     streams = {name: greedy(engine, name, num_tokens=200) for name in names}
     eventually(have(list(streams.values()), 10), "10 tokens have arrived")
-    kill_in_loads(engine, failpoints, MOST_DEATHS - 1, core_too_at=1)
+    kill_in_loads(engine, failpoints, MAX_DEATHS - 1, core_too_at=1)
     assert {name: stream.join().token_ids for name, stream in streams.items()} == undisturbed
     assert not any(stream.error for stream in streams.values())

@@ -26,7 +26,7 @@ from worker_proc.cuda.attention import (
     choose_tiles,
 )
 from worker_proc.cuda.attention_kernels import BY_PART
-from worker_proc.cuda.choice import MOST_NEAR, MOST_TILE_TOKENS
+from worker_proc.cuda.choice import MAX_NEAR, MAX_TILE_TOKENS
 from worker_proc.cuda.coverage import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
 from worker_proc.cuda.device_sampler import FEED_TILE
 from worker_proc.cuda.pointwise import ACTIVATION_TILE
@@ -166,7 +166,7 @@ def main() -> None:
         sizes |= {"TILE_INPUTS": TILE_BYTES // kind.itemsize}
         compile_for(product_kernels.product_kernel, dtype, sizes)
     for dtype in DTYPES:
-        sizes = {"CAPACITY": MOST_NEAR, "TILE": MOST_TILE_TOKENS}
+        sizes = {"CAPACITY": MAX_NEAR, "TILE": MAX_TILE_TOKENS}
         compile_for(choice_kernels.choose_kernel, dtype, sizes)
     compile_for(choice_kernels.feed_kernel, "bf16", {"TILE": FEED_TILE})
     for word in (tl.int64, tl.int8):

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 HEAD_DIMS = {64, 128, 256}
-LEAST_WORKSPACE_BYTES = 128 * 2**20
+MIN_WORKSPACE_BYTES = 128 * 2**20
 
 
 class _Wrapper:
@@ -28,7 +28,7 @@ class _Wrapper:
 
     def __init__(self, workspace: torch.Tensor, kv_layout: str = "NHD") -> None:
         assert workspace.dtype == torch.uint8
-        assert workspace.numel() >= LEAST_WORKSPACE_BYTES
+        assert workspace.numel() >= MIN_WORKSPACE_BYTES
         assert workspace.data_ptr() % 16 == 0
         assert not workspace[:: 2**20].any(), "it must be zero at its first use"
         assert kv_layout == "NHD"

@@ -45,8 +45,8 @@ def test_equals_full_sort_reference(
     tile: int, num_near: int, spread: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of several tiles, full of ties, with edits; lists of near tokens fit, or do not."""
-    monkeypatch.setattr(choice, "MOST_TILE_TOKENS", tile)
-    monkeypatch.setattr(choice, "MOST_NEAR", num_near)
+    monkeypatch.setattr(choice, "MAX_TILE_TOKENS", tile)
+    monkeypatch.setattr(choice, "MAX_NEAR", num_near)
     seed = tile + num_near
     logits, rows = _logits(7, seed, spread), _random_rows(7, seed)
     assert tokens(logits, rows) == [_reference(logits[i], row) for i, row in enumerate(rows)]
@@ -56,8 +56,8 @@ def test_equals_full_sort_reference(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("seed", range(8))
 def test_many_rows_equal_the_reference(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choice, "MOST_TILE_TOKENS", (64, 512)[seed % 2])
-    monkeypatch.setattr(choice, "MOST_NEAR", (16, 64, 512)[seed % 3])
+    monkeypatch.setattr(choice, "MAX_TILE_TOKENS", (64, 512)[seed % 2])
+    monkeypatch.setattr(choice, "MAX_NEAR", (16, 64, 512)[seed % 3])
     logits, rows = (
         _logits(100, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed % 4]),
         _random_rows(100, seed),

@@ -42,8 +42,8 @@ class _Recorder:
         self.problem = "called a synchronizing operation"
 
     def make(self, model: object, backend: object, sampler: object, size: int, **_: object) -> Any:
-        def capture(pool: object, logits: object, most_rows: int) -> str:
-            assert most_rows == 8
+        def capture(pool: object, logits: object, max_rows: int) -> str:
+            assert max_rows == 8
             if self.fails:
                 raise RuntimeError(self.problem)
             self.captured.append((size, logits))

@@ -130,7 +130,7 @@ def test_grammars_that_all_take_long_delay_a_good_one_by_a_moment_each(
 ) -> None:
     """The provers go on with the tokens loaded, and what is too much for all lanes is refused."""
     service._quick._wall_s, service._middle._wall_s = 0.1, TIMEOUT_S
-    service._middle._most, service._middle._jobs = 4, _Jobs(4, 1)
+    service._middle._max_jobs, service._middle._jobs = 4, _Jobs(4, 1)
     monkeypatch.setenv(VARIABLE, str(tmp_path))
     (tmp_path / "grammar.compile").write_text("delay:60000@*")
     for i in range(4):

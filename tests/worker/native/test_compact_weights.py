@@ -17,7 +17,7 @@ pytestmark = [
 SHAPES = ((96, 128), (70, 45), (33, 300), (160, 257))
 """Outputs and inputs; most fill no panel and no unit."""
 ROWS = (*range(41), 64, 127, 128, 129, 256, 257, 300, 577)
-MOST_EXCEPTIONS = 6
+MAX_EXCEPTIONS = 6
 """Of a tile of 16 outputs and 32 inputs."""
 
 
@@ -77,7 +77,7 @@ def test_values_far_from_the_others_stay_exact(num_rows: int, library: NativeLib
     """Zeros, subnormal and huge values, as many in one tile as it may have, on its borders, too."""
     weight = even_weight(64, 96)
     far = torch.tensor([0.0, -0.0, 1e-40, -1e30, 2.0**-100, -(2.0**90)], dtype=torch.bfloat16)
-    assert len(far) == MOST_EXCEPTIONS
+    assert len(far) == MAX_EXCEPTIONS
     weight[[0, 0, 0, 7, 15, 15], [0, 1, 31, 12, 30, 31]] = far
     weight[40, 95], weight[63, 64] = 2.0**-60, -(2.0**60)
     units, compact = both(library, weight)
@@ -109,14 +109,14 @@ def test_every_value_that_the_table_has(library: NativeLibrary) -> None:
     assert torch.equal(found, product(library, units, one_hot))
 
 
-@pytest.mark.parametrize("count", [MOST_EXCEPTIONS, MOST_EXCEPTIONS + 1])
+@pytest.mark.parametrize("count", [MAX_EXCEPTIONS, MAX_EXCEPTIONS + 1])
 def test_a_weight_with_too_many_exceptions_stays_as_it_is(
     count: int, library: NativeLibrary
 ) -> None:
     weight = even_weight(64, 96)
     weight[5, 33 : 33 + count] = 2.0 ** torch.arange(10, 10 + count)
     packed = library.pack(weight, None, Format.COMPACT)
-    has_room = count == MOST_EXCEPTIONS
+    has_room = count == MAX_EXCEPTIONS
     assert packed.format is (Format.COMPACT if has_room else Format.UNITS)
     rows = torch.randn(3, 96).bfloat16()
     want = product(library, library.pack(weight, None), rows)

@@ -79,7 +79,7 @@ def test_the_way_that_is_faster_here_is_taken(
     weight, rows = values((1024, 576), "usual"), values((256, 576), "usual")
     packed = by_default.pack(weight, None, Format.UNITS)
 
-    def least_s(library: NativeLibrary) -> float:
+    def min_s(library: NativeLibrary) -> float:
         times = []
         for _ in range(10):
             began = time.perf_counter()
@@ -88,7 +88,7 @@ def test_the_way_that_is_faster_here_is_taken(
         return min(times)
 
     def measure() -> dict[str, float]:
-        return {"ratio": least_s(by_default) / min(map(least_s, libraries))}
+        return {"ratio": min_s(by_default) / min(map(min_s, libraries))}
 
     within(5, measure, ratio=1.25)
 

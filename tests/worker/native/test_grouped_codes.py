@@ -12,7 +12,7 @@ import torch
 
 from tests.combinations import in_turn
 from tests.worker.quantization.quantized_checkpoints import FP4, NF4
-from tests.worker.quantization.test_quantization import MOST_ROWS, NUM_MANY_ROWS, product
+from tests.worker.quantization.test_quantization import MAX_ROWS, NUM_MANY_ROWS, product
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
@@ -31,7 +31,7 @@ pytestmark = [
     pytest.mark.usefixtures("two_threads"),
 ]
 
-NUM_ROWS = (*range(MOST_ROWS + 1), *NUM_MANY_ROWS)
+NUM_ROWS = (*range(MAX_ROWS + 1), *NUM_MANY_ROWS)
 
 
 class Case(NamedTuple):

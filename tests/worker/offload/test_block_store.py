@@ -33,8 +33,8 @@ def empty() -> list[memoryview]:
     return [data[:2000], data[2000:]]
 
 
-def make(path: Path, most_blocks: int = 100) -> BlockStore:
-    return BlockStore(path, most_blocks * FILE_BYTES, BLOCK_BYTES)
+def make(path: Path, max_blocks: int = 100) -> BlockStore:
+    return BlockStore(path, max_blocks * FILE_BYTES, BLOCK_BYTES)
 
 
 def read(store: BlockStore, number: int) -> bytes | None:
@@ -137,7 +137,7 @@ def test_a_damaged_block_is_not_read_and_can_be_written_again(
 
 
 def test_the_least_recently_used_blocks_leave_a_full_store(tmp_path: Path) -> None:
-    store = make(tmp_path, most_blocks=10)
+    store = make(tmp_path, max_blocks=10)
     for number in range(10):
         store.write(key(number), block(number))
         os.utime(file_of(tmp_path, number), ns=(number, number))
@@ -152,14 +152,14 @@ def test_the_least_recently_used_blocks_leave_a_full_store(tmp_path: Path) -> No
 @pytest.mark.parametrize("block_bytes", [0, 100, 4096, 10_000])
 def test_a_store_takes_no_more_than_its_bytes(block_bytes: int, tmp_path: Path) -> None:
     """Files take whole pages, also those of blocks without content."""
-    most_bytes = 2**19
-    store = BlockStore(tmp_path, most_bytes, block_bytes)
+    max_bytes = 2**19
+    store = BlockStore(tmp_path, max_bytes, block_bytes)
     parts = [memoryview(bytes(block_bytes))]
     for number in range(400):
         assert store.write(key(number), parts)
     files = [path for path in tmp_path.glob("??/*") if path.is_file()]
-    assert sum(path.stat().st_blocks * 512 for path in files) <= most_bytes
-    num_kept = most_bytes // taken_bytes(block_bytes)
+    assert sum(path.stat().st_blocks * 512 for path in files) <= max_bytes
+    num_kept = max_bytes // taken_bytes(block_bytes)
     assert len(files) >= 0.8 * min(num_kept, 400)
     assert all(key(number) in store.index for number in range(399, 399 - num_kept // 2, -1))
 
@@ -185,7 +185,7 @@ def test_a_block_larger_than_the_store_is_left_out(tmp_path: Path) -> None:
 
 
 def test_files_of_dead_writers_are_removed(tmp_path: Path) -> None:
-    store = make(tmp_path, most_blocks=3)
+    store = make(tmp_path, max_blocks=3)
     store.write(key(1), block(1))
     old, new = (file_of(tmp_path, 1).with_name(f"new-{name}") for name in ("old", "fresh"))
     old.write_bytes(bytes(10))

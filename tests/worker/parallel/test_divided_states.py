@@ -410,7 +410,7 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
     states = second._mirror._draft_states  # type: ignore[attr-defined]
     states._ids = states._ids[:few]
     states.most_used = few
-    second._drafter._least_states = partial(second._exchange.least, few)  # type: ignore[attr-defined]
+    second._drafter._min_states = partial(second._exchange.least, few)  # type: ignore[attr-defined]
     for run in check_preempted(ranks, expected, **DRAFTING):
         assert 0 < run.num_accepted_drafts < run.num_drafts
     first = ranks.runners[0]._mirror._draft_states  # type: ignore[attr-defined]

@@ -304,13 +304,13 @@ def test_a_refused_model_of_any_size_is_not_read(tmp_path: Path) -> None:
     num_bytes = write_hollow(tmp_path, Qwen3Config(**SHAPE | sizes))
     assert num_bytes > 4_000_000_000
     with_settings(intermediate_size=16383)(tmp_path)
-    before = _most_resident_kib()
+    before = _max_resident_kib()
     with pytest.raises(ValueError, match=r"another shape of .*layers\.0\.mlp"):
         load_model_runner(configure(model=str(tmp_path), device="cpu"), lambda *_: None)
-    assert _most_resident_kib() - before < 1 << 18
+    assert _max_resident_kib() - before < 1 << 18
 
 
-def _most_resident_kib() -> int:
+def _max_resident_kib() -> int:
     [line] = [
         line
         for line in Path("/proc/self/status").read_text().splitlines()
