@@ -10,12 +10,12 @@ from core_proc.kv.offload import Offload
 from core_proc.request import RequestStatus
 from protocol.core_worker import KVGroup, StoreBlocks
 from tests.core.fake_store import FakeStore
+from tests.core.state_bench import FULL, STATES, WINDOW
 from tests.core.test_offload import (
     BLOCK,
     Bench,
     check_that_a_load_waits_for_the_end_of_another,
 )
-from tests.core.test_state_blocks import FULL, STATES, WINDOW
 
 SPACING = 4 * BLOCK
 PROMPT = [1000 + i for i in range(10 * BLOCK + 3)]

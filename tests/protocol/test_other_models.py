@@ -16,7 +16,7 @@ from protocol.client.expected_model import ExpectedModel
 from protocol.client.request_stream import RequestStream
 from protocol.process.model_files import ModelFiles, read_model_files
 from tests.protocol.fake_core import FACTS, FakeCore
-from tests.protocol.test_replicated_client import (
+from tests.protocol.replicas import (
     PARAMS,
     Cores,
     begun,

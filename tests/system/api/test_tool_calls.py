@@ -10,7 +10,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
-from tests.api.responses import check_events, content_of
+from tests.api.responses.tool_model import check_events, content_of
 from tests.system.scripted_model import write_scripted_model
 from tests.system.streams import Event, Stream
 

@@ -1,16 +1,9 @@
-"""The Python interface: results, order, bounds, deaths of processes, and what the host keeps."""
+"""The Python interface: the shape of results, their order, and deaths of processes."""
 
-import asyncio
-import os
 import re
-import signal
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing
 from pathlib import Path
 from typing import Any
 
@@ -18,13 +11,10 @@ import pytest
 
 from api_proc.llm import (
     LLM,
-    AsyncLLM,
     BeamSearchParams,
     Pooling,
     PoolingType,
-    PromptsFailed,
     RepetitionDetectionParams,
-    RequestOutputKind,
     SamplingParams,
     StructuredOutputsParams,
 )
@@ -32,73 +22,23 @@ from api_proc.llm.metrics import Counter, Gauge
 from api_proc.llm.sampling import resolved
 from api_proc.llm.settings import engine_config
 from api_proc.text.tokenizer import FIRST_BYTE_ID, ByteTokenizer
-from protocol.api_core import ErrorCode, RequestError
-from protocol.client.errors import (
-    InvalidRequest,
-    Overloaded,
-    RequestFailed,
-    RequestQuarantined,
-    failure_of,
-)
-from protocol.config import ConfigError, Dtype
+from protocol.client.errors import InvalidRequest
+from protocol.config import Dtype
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
-from protocol.process.failpoints import POISON_TOKEN_ID, VARIABLE
-from protocol.process.launch import EngineStartError
 from scripts.inprocess import InprocEngine
 from scripts.testing import RunningEngine, eventually
-from tests.system import host_state
 from tests.system.conftest import ROOT
+from tests.system.embedding.generation import GREEDY, PROMPTS, SETTINGS, Bar, expected, token_ids
 from worker_proc.startup.start import null_facts
 
 PAGE = ROOT / "docs" / "python.md"
-PROMPTS = [[5, 6, 7, n] for n in range(100)]
-GREEDY = SamplingParams(temperature=0, max_tokens=80)
-SETTINGS: dict[str, Any] = {"null_step_ms": 1.0, "max_num_seqs": 16, "log_level": "error"}
-
-
-@pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
-    with LLM("null", **SETTINGS) as started:
-        yield started
-
-
-def token_ids(outputs: list[Any]) -> list[list[int]]:
-    return [output.outputs[0].token_ids for output in outputs]
-
-
-def expected(prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """Return the tokens of the engine in one process."""
-    llm = LLM(engine=InprocEngine(configure(model="null")))
-    try:
-        return token_ids(llm.generate(prompts, params, use_tqdm=False))
-    finally:
-        llm.close()
 
 
 def test_replicas_compute_what_one_engine_computes() -> None:
     with LLM("null", data_parallel_size=2, **SETTINGS) as llm:
         found = token_ids(llm.generate(PROMPTS[:8], GREEDY, use_tqdm=False))
     assert found == expected(PROMPTS[:8], GREEDY)
-
-
-class Bar:
-    """Counts as tqdm does."""
-
-    def __init__(self, **options: Any) -> None:
-        self.total = options["total"]
-        self.count = 0
-        self.is_closed = False
-        self.format_dict = {"elapsed": 1.0}
-
-    def update(self, number: int) -> None:
-        self.count += number
-
-    def set_postfix_str(self, text: str, refresh: bool) -> None:
-        self.text = text
-
-    def close(self) -> None:
-        self.is_closed = True
 
 
 def test_results_have_the_shape_of_vllms(llm: LLM) -> None:
@@ -323,21 +263,6 @@ def test_beam_search_finds_the_same_beams_in_processes_and_in_this_one(llm: LLM)
     assert one.sequences[0].text == "hi" + greedy.outputs[0].text
 
 
-@pytest.mark.parametrize(
-    ("fields", "name"),
-    [
-        ({"beam_width": 0}, "beam_width"),
-        ({"beam_width": 11}, "beam_width"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"length_penalty": 11.0}, "length_penalty"),
-        ({"temperature": 0.5}, "temperature"),
-    ],
-)
-def test_bounds_of_beam_search(fields: dict[str, Any], name: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name}: "):
-        BeamSearchParams(**({"beam_width": 2, "max_tokens": 5} | fields))
-
-
 def test_what_concerns_the_prompt_is_asked_for_once(llm: LLM) -> None:
     params = SamplingParams(n=3, prompt_logprobs=2)
     facts, tokenizer = null_facts(configure(model="null")), ByteTokenizer()
@@ -381,72 +306,6 @@ def test_stop_strings_and_stop_tokens_end_a_sequence(llm: LLM) -> None:
     assert (silent.outputs[0].text, len(silent.outputs[0].token_ids)) == ("", 16)
 
 
-@pytest.mark.parametrize(
-    ("prompts", "text"),
-    [
-        ([[1], [40_000]], r"prompts\[1\]: token id 40000 is outside the vocabulary of 32000"),
-        ([[1], []], r"prompts\[1\]: prompt must hold at least one token"),
-        ([[1] * 9000], r"prompts\[0\]: prompt has 9000 tokens; the model's context of 8192"),
-        (["x" * 9000], r"prompts\[0\]: prompt: the prompt has at least 9000 tokens"),
-        ([{"prompt": "x", "multi_modal_data": 1}], "'multi_modal_data' is not supported"),
-        ([{}], "a prompt is a text, a list of token ids"),
-        ([None], "a prompt is a text, a list of token ids"),
-        ([["x"]], "must be an integer, got a string"),
-        (5, "must be a prompt or a list of prompts"),
-    ],
-)
-def test_bad_prompt_is_named_before_any_runs(llm: LLM, prompts: Any, text: str) -> None:
-    with pytest.raises(InvalidRequest, match=text):
-        llm.generate(prompts, use_tqdm=False)
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        ({"temperature": 3.0}, r"temperature: must be a number <= 2\.0, got 3\.0"),
-        ({"n": 0}, "n: must be an integer >= 1, got 0"),
-        ({"logprobs": 21}, "logprobs: must be an integer <= 20, got 21"),
-        ({"stop": [""]}, r"stop\[0\]: must be a string of length >= 1"),
-        ({"max_tokens": 2, "min_tokens": 3}, "min_tokens: 3 is greater than max_tokens 2"),
-        ({"stop": "x", "detokenize": False}, "stop: stop strings need detokenize"),
-        ({"logit_bias": {5: 200.0}}, "logit_bias: a value in it must be a number <= 100.0"),
-    ],
-)
-def test_bad_parameter_is_named(fields: dict[str, Any], text: str) -> None:
-    with pytest.raises(ValueError, match=text):
-        SamplingParams(**fields)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ({"quantization": "awq"}, "quantization: .*'awq'"),
-        ({"load_format": "gguf"}, "load_format: 'gguf' is not supported, only 'auto' is"),
-        ({"max_num_sequences": 4}, "unknown setting max_num_sequences .* max_num_seqs"),
-        ({"max_num_seqs": 0}, "max_num_seqs: must be an integer >= 1"),
-        ({"dtype": "int4"}, "dtype"),
-    ],
-)
-def test_bad_argument_is_named(arguments: dict[str, Any], text: str) -> None:
-    with pytest.raises(ConfigError, match=text):
-        LLM("null", **arguments)
-
-
-def test_engine_that_cannot_start_is_an_error_at_once() -> None:
-    with pytest.raises(EngineStartError, match=r"model /nowhere "):
-        LLM("/nowhere", log_level="error")
-
-
-def test_ranks_that_cannot_divide_the_model_are_refused_before_they_start(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    """The program gets the reason as an error, and its standard error stays empty."""
-    reason = "tensor_parallel_size 64 cannot divide the model: .+ states 8 attention heads"
-    with pytest.raises(EngineStartError, match=f"^{reason}$"):
-        LLM("demo", tensor_parallel_size=64, start_timeout_s=10)
-    assert capfd.readouterr() == ("", "")
-
-
 def test_parameters_and_priorities_are_one_for_each_prompt(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="sampling_params: there are 2 for 3 prompts"):
         llm.generate([[1], [2], [3]], [GREEDY, GREEDY], use_tqdm=False)
@@ -458,252 +317,6 @@ def test_parameters_and_priorities_are_one_for_each_prompt(llm: LLM) -> None:
     with pytest.raises(InvalidRequest, match="priority: there are 1 for 2 prompts"):
         llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1])
     assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1, 2])) == 2
-
-
-def test_exception_in_the_bar_leaves_nothing_running(
-    llm: LLM, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(bar: Bar, number: int) -> None:
-        raise BrokenPipeError
-
-    monkeypatch.setattr(Bar, "update", fail)
-    with pytest.raises(ExceptionGroup):
-        llm.generate(PROMPTS, GREEDY, use_tqdm=Bar)
-    assert not llm._engine._open
-
-
-class Refusing(InprocEngine):
-    """Refuses one prompt for good, and every second prompt for once."""
-
-    num_refused = 0
-
-    def submit(self, prompt_token_ids: list[int], *args: Any, **options: Any) -> int:
-        if prompt_token_ids == PROMPTS[1]:
-            raise failure_of(RequestError(ErrorCode.QUARANTINED, "it kills workers"))
-        if prompt_token_ids[-1] % 2 and self.num_refused < 3:
-            self.num_refused += 1
-            failure = failure_of(RequestError(ErrorCode.OVERLOADED, "there is no room"))
-            assert isinstance(failure, Overloaded)
-            failure.retry_after_s = 0.01
-            raise failure
-        return super().submit(prompt_token_ids, *args, **options)
-
-
-def test_prompt_that_fails_spares_the_others_and_a_full_queue_is_waited_for() -> None:
-    engine = Refusing(configure(model="null"))
-    with (
-        LLM(engine=engine) as llm,
-        pytest.raises(PromptsFailed, match=r"1 of 20 prompts have failed; prompts\[1\]") as info,
-    ):
-        llm.generate(PROMPTS[:20], GREEDY, use_tqdm=False)
-    assert engine.num_refused == 3
-    outputs = info.value.outputs
-    assert isinstance(outputs.pop(1), RequestQuarantined)
-    assert token_ids(outputs) == expected([PROMPTS[0], *PROMPTS[2:20]], GREEDY)
-
-
-@pytest.mark.slow
-def test_poisonous_prompt_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(VARIABLE, "worker.poison=segv@*")
-    with LLM("null", **SETTINGS) as llm:
-        monkeypatch.undo()
-        prompts = [PROMPTS[0], [POISON_TOKEN_ID, 1], *PROMPTS[1:20]]
-        with pytest.raises(PromptsFailed) as info:
-            llm.generate(prompts, GREEDY, use_tqdm=False)
-    [good, poison, *others] = info.value.outputs
-    assert isinstance(poison, RequestQuarantined)
-    assert token_ids([good, *others]) == expected(PROMPTS[:20], GREEDY)
-
-
-async def stream_all(llm: AsyncLLM) -> None:
-    """The kinds of outputs of one prompt add up to the same result."""
-    whole = {}
-    for kind in RequestOutputKind:
-        params = SamplingParams(
-            temperature=0, max_tokens=30, n=2, seed=1, logprobs=1, output_kind=kind
-        )
-        outputs = [output async for output in llm.generate([5, 6, 7], params)]
-        assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
-        assert (len(outputs) == 1) == (kind is RequestOutputKind.FINAL_ONLY)
-        last = outputs[-1].outputs
-        if kind is RequestOutputKind.DELTA:
-            for item in last:
-                parts = [output.outputs[item.index] for output in outputs]
-                item.text = "".join(part.text for part in parts)
-                item.token_ids = [token for part in parts for token in part.token_ids]
-                item.logprobs = [row for part in parts for row in part.logprobs or []]
-        whole[kind] = last
-    assert whole[RequestOutputKind.DELTA] == whole[RequestOutputKind.FINAL_ONLY]
-    assert whole[RequestOutputKind.CUMULATIVE] == whole[RequestOutputKind.FINAL_ONLY]
-    assert len(whole[RequestOutputKind.DELTA][0].token_ids) == 30
-
-
-LONG = SamplingParams(temperature=0, max_tokens=6000)
-
-
-async def embed(llm: AsyncLLM) -> None:
-    """Vectors are the same one by one and at once; a cancelled task leaves no request."""
-    vectors = await asyncio.gather(*(llm.embed(prompt) for prompt in PROMPTS[:8]))
-    assert [output.prompt_token_ids for output in vectors] == PROMPTS[:8]
-    assert (await llm.embed(PROMPTS[3])).outputs == vectors[3].outputs
-    short = await llm.embed("hi", Pooling(PoolingType.MEAN, dimensions=3), priority=1)
-    assert len(short.outputs.embedding) == 3
-    with pytest.raises(InvalidRequest, match="dimensions 9999 is more than the 16"):
-        await llm.embed("hi", Pooling(dimensions=9999))
-    client = llm._processes._client
-    assert client is not None
-    task = asyncio.create_task(llm.embed([5] * 4000))
-    while not client.num_open_requests:
-        await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
-    assert client.num_open_requests == 0
-
-
-async def leave_early(llm: AsyncLLM) -> None:
-    """Leaving, cancelling and aborting end a request in the engine."""
-    async with aclosing(llm.generate([5], LONG)) as outputs:
-        async for _ in outputs:
-            break
-
-    async def read() -> None:
-        async for _ in llm.generate([6], LONG, "to be cancelled"):
-            began.set()
-
-    began = asyncio.Event()
-    reader = asyncio.create_task(read())
-    await began.wait()
-    with pytest.raises(InvalidRequest, match="'to be cancelled' is the id of an open request"):
-        await anext(llm.generate([6], LONG, "to be cancelled"))
-    reader.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await reader
-    ends = []
-    async for output in llm.generate([7], LONG, "to be aborted"):
-        await llm.abort("to be aborted")
-        ends.append(output)
-    assert (ends[-1].finished, ends[-1].outputs[0].finish_reason) == (True, "abort")
-    assert not llm._engine._open
-    client = llm._processes._client
-    assert client is not None
-    assert client.num_open_requests == 0
-    async with asyncio.timeout(10):
-        while client.status is None or client.status.stats.num_running_reqs:
-            await asyncio.sleep(0.05)
-
-
-def test_async_llm_streams_and_aborts_and_leaves_the_host_as_it_was() -> None:
-    async def main() -> None:
-        before = host_state.settings()
-        async with AsyncLLM("null", **SETTINGS) as llm:
-            await stream_all(llm)
-            await leave_early(llm)
-            await embed(llm)
-            reading = asyncio.create_task(anext(llm.generate([8], LONG)))
-            await reading
-            open_end = llm.generate([9], LONG)
-            await anext(open_end)
-        with pytest.raises(RequestFailed, match="closed"):
-            _ = [output async for output in open_end]
-        await llm.close()
-        assert host_state.changes(before, host_state.settings()) == []
-
-    asyncio.run(main())
-
-
-def test_close_is_idempotent_and_quick_in_any_state() -> None:
-    before = host_state.settings()
-    descriptors = host_state.resources()["descriptors"]
-    llm = LLM("null", **SETTINGS)
-    failures: list[BaseException] = []
-
-    def generate() -> None:
-        try:
-            llm.generate(PROMPTS, LONG, use_tqdm=False)
-        except RequestFailed as failure:
-            failures.append(failure)
-
-    thread = threading.Thread(target=generate)
-    thread.start()
-    eventually(lambda: llm._engine._open, "requests run")
-    began = time.monotonic()
-    llm.close()
-    llm.close()
-    assert time.monotonic() - began < 9.0
-    thread.join(10)
-    assert [type(failure) for failure in failures] != []
-    with pytest.raises(RequestFailed, match="closed"):
-        llm.generate([[1]], use_tqdm=False)
-    assert host_state.changes(before, host_state.settings()) == []
-    eventually(lambda: host_state.resources()["descriptors"] == descriptors, "nothing is left")
-
-
-def test_interrupt_aborts_the_requests(llm: LLM) -> None:
-    former = signal.signal(signal.SIGINT, signal.default_int_handler)  # a runner may ignore it
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            llm.generate(PROMPTS, LONG, use_tqdm=False)
-    finally:
-        signal.signal(signal.SIGINT, former)
-    eventually(lambda: not llm._engine._open, "no request is open")
-    assert len(llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)) == 2
-
-
-def test_threads_and_loops_share_an_engine(llm: LLM) -> None:
-    async def in_a_loop(prompts: list[list[int]]) -> list[list[int]]:
-        return token_ids(llm.generate(prompts, GREEDY, use_tqdm=False))
-
-    parts = [PROMPTS[first::4] for first in range(4)]
-    with ThreadPoolExecutor(4) as pool:
-        results = list(pool.map(lambda prompts: asyncio.run(in_a_loop(prompts)), parts))
-    tokens = expected(PROMPTS, GREEDY)
-    assert results == [tokens[first::4] for first in range(4)]
-
-
-def test_fork_of_the_host_does_not_end_the_engine(llm: LLM) -> None:
-    pid = os.fork()
-    if pid == 0:
-        llm.close()
-        os._exit(0)
-    assert os.waitpid(pid, 0)[1] == 0
-    assert len(llm.generate(PROMPTS[:2], GREEDY, use_tqdm=False)) == 2
-
-
-def test_start_that_is_cancelled_leaves_no_process() -> None:
-    async def main() -> str:
-        llm = AsyncLLM("null", **SETTINGS)
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(llm.start(), 0.05)
-        return llm.run_dir
-
-    assert not os.path.exists(asyncio.run(main()))
-
-
-def test_engine_ends_with_its_object_and_with_its_program() -> None:
-    """Without a main guard and without `close`."""
-    source = """
-import os
-from api_proc.llm import LLM
-from scripts.testing import eventually
-llm = LLM("null", log_level="error")
-run_dir = llm.run_dir
-assert len(llm.generate([[1], [2]], use_tqdm=False)) == 2
-del llm
-eventually(lambda: not os.path.exists(run_dir), "the engine has ended")
-llm = LLM("null", log_level="error")
-assert len(llm.generate([[1], [2]], use_tqdm=False)) == 2
-print(llm.run_dir)
-"""
-    command = [sys.executable, "-c", source]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=100, check=False
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    run_dir = done.stdout.strip()
-    eventually(lambda: not os.path.exists(run_dir), "the engine has ended")
 
 
 def test_arguments_of_vllm_become_settings() -> None:

@@ -23,6 +23,8 @@ WEATHER: dict[str, Any] = {
 NOW: dict[str, Any] = {"type": "function", "name": "now"}
 TOOLS: Any = [WEATHER, NOW]
 BODY: dict[str, Any] = {"input": "hi", "tools": TOOLS}
+CALL = {"type": "function_call", "call_id": "call_1", "name": "now", "arguments": '{"a": 1}'}
+RESULT = {"type": "function_call_output", "call_id": "call_1", "output": "noon"}
 EXPECTED = [
     ("reasoning", REASONING),
     ("message", CONTENT),

@@ -16,7 +16,7 @@ from api_proc.responses.reply import ResponseReply
 from api_proc.text.output_sequence import Delta
 from protocol.config.settings import configure
 from tests.api.fake_engine import FakeClient, LiveServer
-from tests.api.responses import EXPECTED, check_events, content_of, parse_events
+from tests.api.responses.tool_model import EXPECTED, check_events, content_of, parse_events
 from tests.api.test_chat_tools import TEXT
 from tests.api.test_message_reply import cut
 

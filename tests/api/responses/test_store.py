@@ -14,7 +14,7 @@ from api_proc.resumption.session_log import KeepRecord, Replay
 from protocol.message import Message, encode
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import LiveServer
-from tests.api.responses import (
+from tests.api.responses.tool_model import (
     BODY,
     EXPECTED,
     HTTP,
