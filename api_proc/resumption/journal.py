@@ -8,22 +8,20 @@ writing: the owner is notified and begins a new segment when it wants to try aga
 """
 
 import contextlib
-import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from api_proc.resumption.journal_segments import (
     FRAME_BYTES,
     MAX_RECORD_BYTES,
-    OpenFile,
+    SYSTEM_CALLS,
+    DiskCalls,
     Segments,
-    Sync,
-    Write,
     frame,
 )
 from protocol.transport.runtime import Clock
@@ -50,6 +48,17 @@ class Threads(Protocol):
     ) -> threading.Thread: ...
 
 
+class JournalOwner(NamedTuple):
+    """The functions by which a journal reports to its owner."""
+
+    notify: Callable[[Callable[[], None]], object]
+    """Runs a function in the owner's thread, as `call_soon_threadsafe` does."""
+    on_written: Callable[[], None]
+    """Called when `num_written` has grown."""
+    on_failed: Callable[[OSError], None]
+    """Called when writing has ended."""
+
+
 _Command = bytes | Callable[[], None]
 """A record, or a function that the thread calls after writing the records before it."""
 
@@ -60,25 +69,21 @@ class Journal:
     def __init__(
         self,
         directory: str,
-        notify: Callable[[Callable[[], None]], object],
-        on_written: Callable[[], None],
-        on_failed: Callable[[OSError], None],
+        owner: JournalOwner,
         *,
-        open_file: OpenFile = os.open,
-        write: Write = os.write,
-        sync: Sync | None = None,
+        is_synced: bool = False,
+        disk: DiskCalls = SYSTEM_CALLS,
         clock: Clock = time,
         threads: Threads = threading,
     ) -> None:
         """Name the directory, which gets mode 0700 if it does not exist; nothing is opened yet.
 
-        `notify` runs a function in the owner's thread, as `call_soon_threadsafe` does. `on_written`
-        is called when `num_written` has grown, `on_failed` when writing has ended. `sync` is called
-        after each write; without it a record survives the process, but not a loss of power. The
-        other arguments replace functions of the system in tests.
+        With `is_synced`, every write is followed by a sync; otherwise a record survives the
+        process, but not a loss of power. `disk`, `clock` and `threads` replace functions of the
+        system in tests.
         """
-        self._segments = Segments(Path(directory), open_file, write, sync)
-        self._notify, self._on_written, self._on_failed = notify, on_written, on_failed
+        self._segments = Segments(Path(directory), disk, is_synced=is_synced)
+        self._owner = owner
         self._clock = clock
         self._threads = threads
         self._wakes = threads.Condition()
@@ -165,7 +170,7 @@ class Journal:
             self._commands.clear()
             self._num_waiting_bytes = 0
         self.num_written = self.num_appended
-        self._on_failed(error)
+        self._owner.on_failed(error)
 
     def _on_read(
         self, on_done: Callable[[Recovered], None], outcome: tuple[list[bytes], int] | OSError
@@ -181,7 +186,7 @@ class Journal:
 
     def _settle(self, position: int) -> None:
         self.num_written = max(self.num_written, position)
-        self._on_written()
+        self._owner.on_written()
 
     # The thread's side --------------------------------------------------------------------------
 
@@ -241,7 +246,7 @@ class Journal:
 
     def _call_owner(self, function: Callable[[], None]) -> None:
         with contextlib.suppress(RuntimeError):  # the owner's loop is closed
-            self._notify(function)
+            self._owner.notify(function)
 
 
 def _os_error(error: Exception) -> OSError:

@@ -13,6 +13,7 @@ import struct
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 MAX_RECORD_BYTES = 2**28
 _PROBE_BYTES = 64 * 1024
@@ -25,10 +26,16 @@ _END = _FRAME.pack(0, zlib.crc32(b"the snapshot is whole"))
 """The mark after a snapshot. A file system may restore a lost tail as zeros, never as this."""
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
-# The types of `os.open`, `os.write` and `os.fsync`, which tests replace.
-OpenFile = Callable[[str, int, int], int]
-Write = Callable[[int, memoryview], int]
-Sync = Callable[[int], None]
+
+class DiskCalls(NamedTuple):
+    """The system calls by which segments reach the disk; tests replace them."""
+
+    open_file: Callable[[str, int, int], int] = os.open
+    write: Callable[[int, memoryview], int] = os.write
+    sync: Callable[[int], None] = os.fsync
+
+
+SYSTEM_CALLS = DiskCalls()
 
 
 def frame(record: bytes) -> tuple[bytes, bytes]:
@@ -39,9 +46,11 @@ def frame(record: bytes) -> tuple[bytes, bytes]:
 class Segments:
     """One directory, which one thread locks, reads and writes."""
 
-    def __init__(self, directory: Path, open_file: OpenFile, write: Write, sync: Sync | None):
+    def __init__(self, directory: Path, disk: DiskCalls, *, is_synced: bool) -> None:
+        """With `is_synced`, `sync` waits until the data is on the medium."""
         self._directory = directory
-        self._open_file, self._write, self._sync = open_file, write, sync
+        self._disk = disk
+        self._is_synced = is_synced
         self._lock_fd: int | None = None
         self._fd: int | None = None
         self._number = 0
@@ -110,7 +119,7 @@ class Segments:
         """Write all of `data`; without an open file this does nothing."""
         rest = memoryview(data)
         while rest and self._fd is not None:
-            num_bytes = self._write(self._fd, rest)
+            num_bytes = self._disk.write(self._fd, rest)
             if num_bytes <= 0:
                 raise OSError(errno.EIO, "write() wrote 0 bytes")
             rest = rest[num_bytes:]
@@ -126,8 +135,8 @@ class Segments:
 
     def sync(self) -> None:
         """Wait until all written data is on the medium, if syncing is enabled."""
-        if self._sync is not None and self._fd is not None:
-            self._sync(self._fd)
+        if self._is_synced and self._fd is not None:
+            self._disk.sync(self._fd)
 
     def close(self) -> None:
         fd, self._fd = self._fd, None
@@ -136,7 +145,7 @@ class Segments:
 
     def _create(self, number: int) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
-        self._fd = self._open_file(os.fspath(self._path(number)), flags, 0o600)
+        self._fd = self._disk.open_file(os.fspath(self._path(number)), flags, 0o600)
         try:
             self.append(bytes(_PROBE_BYTES))
             os.ftruncate(self._fd, 0)
@@ -149,11 +158,11 @@ class Segments:
 
     def _sync_directory(self) -> None:
         """A synced file can be found after a crash only if its name is synced too."""
-        if self._sync is None:
+        if not self._is_synced:
             return
         fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            self._sync(fd)
+            self._disk.sync(fd)
         finally:
             os.close(fd)
 

@@ -7,12 +7,11 @@ snapshot keeps the directory small: a segment above its size limit is replaced b
 
 import asyncio
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
-from api_proc.resumption.journal import Journal, Recovered
+from api_proc.resumption.journal import Journal, JournalOwner, Recovered
 from api_proc.resumption.journal_segments import MAX_RECORD_BYTES
 from api_proc.resumption.session_log import OutputRecord, RemoveRecord, Row
 from protocol.message import Message, encode
@@ -54,7 +53,7 @@ class Journaling:
         self._directory = directory
         self._snapshot = snapshot
         self._make_journal = make_journal
-        self._sync = os.fsync if is_synced else None
+        self._is_synced = is_synced
         self._rows: list[Row] = []
         self._flushing: asyncio.TimerHandle | None = None
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
@@ -80,10 +79,8 @@ class Journaling:
         self._restore = restore
         self._journal = self._make_journal(
             self._directory,
-            self._loop.call_soon_threadsafe,
-            self._on_written,
-            self._on_failed,
-            sync=self._sync,
+            JournalOwner(self._loop.call_soon_threadsafe, self._on_written, self._on_failed),
+            is_synced=self._is_synced,
         )
         self._take_over()
 

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
-from api_proc.resumption.journal import Journal, Recovered
+from api_proc.resumption.journal import Journal, JournalOwner, Recovered
+from api_proc.resumption.journal_segments import DiskCalls
 from scripts.testing import eventually
 
 
@@ -26,12 +27,9 @@ class Owner:
         self._on_pending = on_notify
         self._journal = Journal(
             str(directory),
-            self._notify,
-            lambda: None,
-            self._errors.append,
-            open_file=open_file,
-            write=write,
-            sync=sync,
+            JournalOwner(self._notify, lambda: None, self._errors.append),
+            is_synced=sync is not None,
+            disk=DiskCalls(open_file, write, sync or os.fsync),
         )
 
     def _notify(self, function: Callable[[], None]) -> None:

@@ -17,6 +17,7 @@ from api_proc.resumption import journal as journal_module
 from api_proc.resumption import journaling as journaling_module
 from api_proc.resumption import sessions as sessions_module
 from api_proc.resumption.journal import Journal
+from api_proc.resumption.journal_segments import DiskCalls
 from api_proc.resumption.session_log import Replay
 from api_proc.resumption.sessions import Session
 from api_proc.text.output_sequence import Prompt
@@ -60,7 +61,9 @@ async def test_a_snapshot_may_be_larger_than_the_queue(tmp_path: Path) -> None:
         patch.setattr(journal_module, "MAX_QUEUED_BYTES", 200_000)
         patch.setattr(journaling_module, "_SNAPSHOT_QUEUE_BYTES", 50_000)
         patch.setattr(journaling_module, "_SNAPSHOT_BYTES", 10_000)
-        server = await Server(tmp_path, partial(Journal, write=disk.write)).written()
+        server = await Server(
+            tmp_path, partial(Journal, disk=DiskCalls(write=disk.write))
+        ).written()
         assert disk.num_bytes > 2 * 200_000
         assert server.sessions.journaling.num_failures == 0
         assert len(server.sessions) == 60

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from api_proc.resumption.journal import Journal, Threads
-from api_proc.resumption.journal_segments import Sync
+from api_proc.resumption.journal import Journal, JournalOwner, Threads
+from api_proc.resumption.journal_segments import DiskCalls
 from tests.simulation.world import SECOND, KilledHere, Process, World
 
 DISK_FAULTS = ("full", "broken", "unsynced", "short", "torn")
@@ -50,15 +50,14 @@ class Disk:
         is_long = self._stall_rate and self.world.random() < self._stall_rate
         return self.world.between(*(_STALL_S if is_long else _LATENCY_S))
 
-    def journal(self, directory: str, *callbacks: Any, sync: Sync | None = None) -> Journal:
+    def journal(self, directory: str, owner: JournalOwner, *, is_synced: bool) -> Journal:
         """Create a journal on this disk, whatever directory the configuration names."""
         threads = types.SimpleNamespace(Thread=partial(Thread, self), Condition=Condition)
         return Journal(
             self.directory,
-            *callbacks,
-            open_file=self.open_file,
-            write=self.write,
-            sync=None if sync is None else self.sync,
+            owner,
+            is_synced=is_synced,
+            disk=DiskCalls(self.open_file, self.write, self.sync),
             clock=self.world.clock,
             threads=cast(Threads, threads),
         )
