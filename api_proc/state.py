@@ -230,9 +230,21 @@ class ApiState:
         return (
             self.client.facts is not None
             and self.engine_state() is EngineState.READY
+            and self.adapters.is_complete
             and not self.is_draining
             and not self.is_degraded
         )
+
+    def shown_state(self) -> str:
+        """Return the state that probes and the page show.
+
+        An engine is starting until the adapters of its settings have their names.
+        """
+        if self.is_degraded:
+            return DEGRADED
+        state = self.engine_state()
+        is_starting = state is EngineState.READY and not self.adapters.is_complete
+        return EngineState.STARTING if is_starting else state
 
     def engine_stats(self) -> EngineStats:
         """Return the core's last statistics."""

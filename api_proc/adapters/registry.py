@@ -68,6 +68,7 @@ class AdapterRegistry:
         self._state: tuple[int, int, int] | None = None
         """What changes with the file that was read."""
         self._has_settled = False
+        self._is_complete = not config.lora_modules
 
     def begin(self) -> list[NamedAdapter]:
         """Read the adapters of the settings, unless an earlier process has named them.
@@ -93,6 +94,13 @@ class AdapterRegistry:
                 if self._path is not None:
                     self._path.with_suffix(_SETTLED).touch()
             self._has_settled = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the adapters of the settings have been named, or there are none."""
+        if not self._is_complete:
+            self._is_complete = self._is_settled
+        return self._is_complete
 
     @property
     def _is_settled(self) -> bool:

@@ -8,7 +8,7 @@ from prometheus_client import CONTENT_TYPE_LATEST
 from api_proc.http.connection import Connection
 from api_proc.openai.objects import encode
 from api_proc.peers.sums import sum_of_gauges
-from api_proc.state import DEGRADED, ApiState
+from api_proc.state import ApiState
 from protocol.version import version
 
 
@@ -151,7 +151,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         journal = "failed" if state.sessions.journaling.is_failed else "writing"
     return Readiness(
         ready=state.is_ready() and all(others.values()),
-        state=DEGRADED if state.is_degraded else state.engine_state(),
+        state=state.shown_state(),
         draining=state.is_draining,
         status_age_s=round(age_s, 3) if has_status else None,
         journal=journal,

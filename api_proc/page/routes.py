@@ -8,7 +8,7 @@ import msgspec
 
 from api_proc.http.connection import Connection
 from api_proc.peers.sums import sum_of_gauges
-from api_proc.state import DEGRADED, ApiState
+from api_proc.state import ApiState
 from protocol.lifecycle import ProcessState, Role
 
 _STATIC = Path(__file__).parent / "static"
@@ -90,7 +90,7 @@ async def engine(state: ApiState, connection: Connection) -> None:
     view = EngineView(
         time_s=now,
         model=state.model_name,
-        state=DEGRADED if state.is_degraded else state.engine_state(),
+        state=state.shown_state(),
         is_ready=state.is_ready(),
         is_draining=state.is_draining,
         num_open_requests=int((await sum_of_gauges(state))["ledger_requests"]),

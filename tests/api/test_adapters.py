@@ -152,6 +152,24 @@ def test_a_server_without_adapters_refuses_them(make_server: MakeServer, tmp_pat
     assert error_of(post(live, "/v1/completions", model="sql", prompt="hi"))[0] == 404
 
 
+def test_a_server_is_ready_once_the_adapters_of_its_settings_have_names(
+    make_server: MakeServer, tmp_path: Path
+) -> None:
+    """A load balancer that waits for /readyz sends no request that gets 404 for such an adapter."""
+    path = write(tmp_path / "a")
+    live = make_server(enable_lora=True, lora_modules=[f"sql={path}"])
+
+    def readiness() -> tuple[int, bool, str]:
+        answer = httpx.get(f"{live.url}/readyz")
+        return answer.status_code, answer.json()["ready"], answer.json()["state"]
+
+    assert readiness() == (503, False, "starting")
+    live.state.adapters.settle(live.state.adapters.begin())
+    assert readiness() == (200, True, "ready")
+    live.state.adapters.remove("sql")
+    assert readiness() == (200, True, "ready")
+
+
 def test_processes_share_the_names_and_a_later_one_keeps_them(tmp_path: Path) -> None:
     paths = [write(tmp_path / name, name) for name in ("a", "b")]
     modules = [f"x={paths[0]}", json.dumps({"name": "y", "path": str(paths[1])})]
@@ -161,7 +179,9 @@ def test_processes_share_the_names_and_a_later_one_keeps_them(tmp_path: Path) ->
     assert [one.adapter.name for one in named] == ["x", "y"]
     assert second.begin() == named, "they are not checked yet, so that each process does it"
     assert first.all() == []
+    assert not second.is_complete
     first.settle(named)
+    assert second.is_complete
     assert second.begin() == [], "they were named already"
     second.remove("x")
     assert first.find("x") is None
