@@ -364,7 +364,7 @@ class RunningEngine:
             scheduler_stats(self.scheduler),
             num_steps=self._num_steps,
             worker_restarts=self._num_worker_restarts,
-            num_quarantined=self.quarantine.num_rejected,
+            num_quarantined=self.quarantine.rejections.num_rejected,
         )
 
 

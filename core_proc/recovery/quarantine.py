@@ -28,14 +28,13 @@ send them. Invariants: requests in `_on_trial` and in `_groups` are disjoint; a 
 """
 
 import enum
-import hashlib
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 
-import msgspec
-
+from core_proc.recovery.fingerprints import fingerprint, fingerprint_of
 from core_proc.recovery.marks import Marks
+from core_proc.recovery.rejections import Rejections
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode
@@ -44,9 +43,6 @@ from protocol.message import pack_token_ids
 from protocol.process.progress_page import MarkEdits
 from protocol.sampling import FinishReason, SamplingParams
 
-REFUSED_FOR_S = 600.0
-MAX_REFUSED = 1024
-"""Fingerprints that are remembered; the oldest is forgotten first."""
 MAX_REJECTED_IN_A_ROW = 4
 """Rejections without a cleared request between them; then the fault is not in requests."""
 SYSTEMIC_FOR_S = 30.0
@@ -96,8 +92,7 @@ class Quarantine:
         """A lonely trial begins only when no step with other requests is in flight."""
         self._ran: list[Request] = []
         """Requests that were running when the workers were lost."""
-        self._refused: dict[int, float] = {}
-        """By fingerprint: until when. The first to end is in front."""
+        self.rejections = Rejections()
         self._in_a_row: list[int] = []
         """Fingerprints rejected since a request was cleared."""
         self._systemic_until = 0.0
@@ -111,7 +106,6 @@ class Quarantine:
         self._marks = Marks()
         self._marked_search: tuple[int, ...] | None = None
         """State of the search for which the marks were made; None: they follow the steps."""
-        self.num_rejected = 0
 
     def is_canary(self, request: Request) -> bool:
         """Whether this is the quarantine's own request, which has no client."""
@@ -157,25 +151,17 @@ class Quarantine:
     def reject(self, request: Request, now: float) -> list[Request]:
         """Go on without the culprit; returns all requests like it, which are to be ended."""
         log.error("request %d has killed its worker alone, twice: quarantined", request.req_id)
-        key = _fingerprint_of(request)
-        same = [r for r in self._scheduler.requests.values() if _fingerprint_of(r) == key]
-        self._refuse(key, now)
+        key = fingerprint_of(request)
+        same = [r for r in self._scheduler.requests.values() if fingerprint_of(r) == key]
+        self.rejections.add(key, now)
         self._in_a_row.append(key)
         self._on_trial = {}
         if len(self._in_a_row) >= MAX_REJECTED_IN_A_ROW:
-            for innocent in self._in_a_row:
-                self._refused.pop(innocent, None)
+            self.rejections.withdraw(self._in_a_row)
             self._clear_all(now, "one request after the other kills its worker")
         else:
             self._next_trial()
         return same
-
-    def _refuse(self, key: int, now: float) -> None:
-        self.num_rejected += 1
-        self._refused.pop(key, None)
-        self._refused[key] = now + REFUSED_FOR_S
-        if len(self._refused) > MAX_REFUSED:
-            del self._refused[next(iter(self._refused))]
 
     def _clear_all(self, now: float, why: str) -> None:
         log.error("%s: the fault is not in the requests", why)
@@ -192,25 +178,24 @@ class Quarantine:
         adapter_id: int = 0,
     ) -> bool:
         """Whether the same request, with a prompt of ids or packed ids, was rejected recently."""
-        while self._refused and next(iter(self._refused.values())) <= now:
-            del self._refused[next(iter(self._refused))]
+        self.rejections.expire(now)
         if now > self._inherited_until:
             self._inherited.clear()
-        if not self._refused and not self._inherited:
+        if not self.rejections and not self._inherited:
             return False
         packed = prompt if isinstance(prompt, bytes) else pack_token_ids(prompt)
         key = fingerprint(packed, params, adapter_id)
         if key in self._inherited and self._inherited_stage is Stage.RETRIAL:
             self._inherited.remove(key)
-            self._refuse(key, now)
-        return key in self._refused
+            self.rejections.add(key, now)
+        return key in self.rejections
 
     def added(self, request: Request) -> None:
         """Note an accepted request, which may have been a suspect of a dead core."""
         if self._stage in _LONELY:
             self._hold(request)
-        if self._inherited and _fingerprint_of(request) in self._inherited:
-            self._inherited.remove(_fingerprint_of(request))
+        if self._inherited and fingerprint_of(request) in self._inherited:
+            self._inherited.remove(fingerprint_of(request))
             self._returned.append(request)
             self._hold(request)
 
@@ -230,7 +215,7 @@ class Quarantine:
             self._marks.discard(req_id)
         for new in step.scheduled_new_reqs:
             request = self._scheduler.requests[new.req_id]
-            self._marks.add(new.req_id, _fingerprint_of(request))
+            self._marks.add(new.req_id, fingerprint_of(request))
 
     def take_marks(self) -> MarkEdits | None:
         """Return changes of the marks: the stage and the suspects in flight (no search: all)."""
@@ -243,7 +228,7 @@ class Quarantine:
             self._marked_search = search
             suspects = [r for r in running if r in self._on_trial]
             suspects = suspects or [r for r in running if r not in self._cleared]
-            marks = [(request.req_id, _fingerprint_of(request)) for request in suspects]
+            marks = [(request.req_id, fingerprint_of(request)) for request in suspects]
             self._marks.replace(self._stage, marks)
         return self._marks.take_edits(is_computing=bool(self._scheduler.in_flight))
 
@@ -394,20 +379,3 @@ class Quarantine:
 def _halves(requests: list[Request]) -> list[list[Request]]:
     half = (len(requests) + 1) // 2
     return [requests[:half], requests[half:]]
-
-
-def _fingerprint_of(request: Request) -> int:
-    if request.fingerprint is None:
-        with memoryview(request.token_ids) as ids, ids[: request.num_prompt_tokens] as prompt:
-            params, adapter_id = request.sampling_params, request.adapter_id
-            request.fingerprint = fingerprint(prompt, params, adapter_id)
-    return request.fingerprint
-
-
-def fingerprint(prompt: bytes | memoryview, params: SamplingParams, adapter_id: int = 0) -> int:
-    """Hash everything that makes two requests the same, except seeds, to 64 bits."""
-    digest = hashlib.sha256(prompt)
-    if adapter_id:
-        digest.update(adapter_id.to_bytes(8, "little"))
-    digest.update(msgspec.msgpack.encode(msgspec.structs.replace(params, seed=0)))
-    return int.from_bytes(digest.digest()[:8], "little")

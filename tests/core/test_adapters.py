@@ -7,7 +7,8 @@ from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import prefix_root
 from core_proc.links.adapters import MAX_LOADS, MAX_SENT
 from core_proc.recovery.adapter_trials import MAX_KNOWN, REFUSED_POINTS, AdapterTrials
-from core_proc.recovery.quarantine import Stage, fingerprint
+from core_proc.recovery.fingerprints import fingerprint
+from core_proc.recovery.quarantine import Stage
 from core_proc.request import Request
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, Control, ControlAction, ControlDone, ErrorCode, Refused

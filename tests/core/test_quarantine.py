@@ -7,7 +7,8 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
-from core_proc.recovery.quarantine import MAX_REFUSED, REFUSED_FOR_S, fingerprint
+from core_proc.recovery.fingerprints import fingerprint
+from core_proc.recovery.rejections import MAX_REFUSED, REFUSED_FOR_S
 from core_proc.running_engine import CANARY_ID
 from protocol.api_core import AddRequest, ErrorCode, PauseMode, Refused
 from protocol.config.settings import configure
@@ -434,4 +435,4 @@ def test_what_is_refused_is_bounded() -> None:
         request = patient.engine.running.scheduler.requests[request_id]
         quarantine.reject(request, 0.0)
         patient.engine.abort(CLIENT, [request_id])
-    assert len(quarantine._refused) == MAX_REFUSED
+    assert len(quarantine.rejections) == MAX_REFUSED
