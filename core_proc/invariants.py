@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 
 from core_proc.kv.event_recorder import group_key
-from core_proc.kv.kv_cache import KVCacheManager, live_blocks, prefix_root
+from core_proc.kv.kv_cache import KVCacheManager, prefix_root
+from core_proc.kv.tables import live_blocks
 from core_proc.request import BLOCKED, Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.core_worker import NULL_BLOCK

@@ -12,12 +12,14 @@ Recurrent layers form the last group, whose table holds state blocks: see `State
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import EventRecorder, group_key
 from core_proc.kv.offload import Offload
+from core_proc.kv.prefix_lookup import PrefixLookup
 from core_proc.kv.state_blocks import StateBlocks
+from core_proc.kv.tables import Tables, first_seen, live_blocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from protocol import kv_events
@@ -28,9 +30,6 @@ log = logging.getLogger("troika.core")
 
 _HASHED_AT_ONCE = 2**15
 """Number of tokens hashed at a time, which takes about a millisecond."""
-
-Tables = list[list[int]]
-"""Block ids, one list per KV group, all of equal length; the last has state blocks, if any."""
 
 
 class KVCacheManager:
@@ -48,6 +47,7 @@ class KVCacheManager:
         self._has_windows = any(group.window is not None for group in self.groups)
         self._recorder = EventRecorder(options.block_size) if options.enable_kv_events else None
         self.pool = BlockPool(options.num_blocks, self._recorder)
+        self.lookup = PrefixLookup(self.groups, options.block_size, self.pool, self.states)
         self._offload = offload
 
     @property
@@ -100,53 +100,7 @@ class KVCacheManager:
         limit = len(request.block_hashes)
         if self.states is not None:  # the last token is computed from the state before it
             limit = (request.num_tokens - 1) // self.block_size
-        return self._common_hits(request, num_groups, limit)
-
-    def _common_hits(self, request: Request, num_groups: int, limit: int) -> Tables:
-        """Return the longest prefix, up to `limit` blocks, that the first groups have in common."""
-        while True:
-            hits = [self._hits(request, group, limit) for group in range(num_groups)]
-            shortest = min(map(len, hits), default=limit)
-            if shortest == limit or len(hits) == 1:
-                return hits
-            limit = shortest
-
-    def _hits(self, request: Request, group: int, limit: int) -> list[int]:
-        if group == len(self.groups):
-            assert self.states is not None
-            return self.states.find_hit(request, limit)
-        if self.groups[group].window is not None:
-            return self._hits_in_window(request, group, limit)
-        keys = request.block_hashes[:limit]
-        if group > 0:
-            keys = [group_key(key, group) for key in keys]
-        return self.pool.cached_run(keys)
-
-    def _hits_in_window(self, request: Request, group: int, limit: int) -> list[int]:
-        """Search from the right for a run of blocks that fills the window."""
-        window = self.groups[group].window
-        run: list[int] = []
-        end = limit
-        for index in range(limit - 1, -1, -1):
-            if index < self._first_seen(window, min(end * self.block_size, request.num_tokens - 1)):
-                break
-            block_id = self.pool.cached_block(group_key(request.block_hashes[index], group))
-            if block_id is None:
-                end, run = index, []
-            else:
-                run.append(block_id)
-        return [NULL_BLOCK] * (end - len(run)) + run[::-1]
-
-    def without_passed(self, hits: Tables, start: int) -> Tables:
-        """Drop the hits that no token from position `start` on attends to or begins from."""
-        num_hit = len(hits[0])
-        if self.states is not None and start > num_hit * self.block_size:
-            hits = [*hits[:-1], [NULL_BLOCK] * num_hit]
-        if not self._has_windows:
-            return hits
-        num_passed = [min(self._first_seen(g.window, start), num_hit) for g in self.groups]
-        tables = zip(num_passed, self.kv_tables(hits), strict=True)
-        return [[NULL_BLOCK] * n + t[n:] for n, t in tables] + hits[len(self.groups) :]
+        return self.lookup.common_hits(request, num_groups, limit)
 
     def watch_prefix(self, request: Request) -> None:
         """Watch all contents that `find_cached_prefix` could find for the request."""
@@ -161,10 +115,6 @@ class KVCacheManager:
         """True if `find_cached_prefix` would find the same as at the last `watch_prefix`."""
         is_unchanged = self.pool.is_watched_unchanged
         return is_unchanged and (self.states is None or self.states.pool.is_watched_unchanged)
-
-    def _first_seen(self, window: int | None, num_computed: int) -> int:
-        """Return the first entry that tokens from position `num_computed` on attend to."""
-        return 0 if window is None else max(0, num_computed - window + 1) // self.block_size
 
     def reset_prefix_cache(self) -> bool:
         """Forget all cached contents; return False, changing nothing, while any block is held."""
@@ -200,7 +150,7 @@ class KVCacheManager:
 
     def _first_new(self, group: KVGroup, hits: list[int], start: int) -> int:
         """Return the first entry that needs a new block if computation begins at `start`."""
-        return max(len(hits), self._first_seen(group.window, start))
+        return max(len(hits), first_seen(group.window, start, self.block_size))
 
     def admit(
         self,
@@ -226,70 +176,11 @@ class KVCacheManager:
         self.remember_full_blocks(request, num_tokens)
         return True
 
-    def find_loadable(
-        self, request: Request, hits: Tables, is_stored: Callable[[bytes, int], bool]
-    ) -> tuple[Tables, int]:
-        """Return the hits from which a load begins, and the number of leading blocks after it.
-
-        `is_stored` takes a hash and a KV group, or the number after the last group for a state.
-
-        With recurrent layers, these blocks end at a stored state. Their KV may be cached already
-        beyond `hits`, which end at a cached state.
-        """
-        num_hit = len(hits[0])
-        if self.states is None:
-            return hits, self._num_loadable(request, hits, len(request.block_hashes), is_stored)
-        end = min((request.num_tokens - 1) // self.block_size, len(request.block_hashes))
-        while end > num_hit:
-            if not is_stored(request.block_hashes[end - 1], len(self.groups)):
-                end -= 1
-                continue
-            kv_hits = self._common_hits(request, len(self.groups), end)  # without the states
-            reach = self._num_loadable(request, kv_hits, end, is_stored)
-            if reach == end:
-                num_kv_hit = len(kv_hits[0]) if kv_hits else 0
-                return [*kv_hits, [NULL_BLOCK] * num_kv_hit], end
-            end = max(reach, num_hit)
-        return hits, num_hit
-
-    def _num_loadable(
-        self,
-        request: Request,
-        hits: Tables,
-        end: int,
-        is_stored: Callable[[bytes, int], bool],
-    ) -> int:
-        """Return the number of leading blocks, up to `end`, whose KV is a hit or stored."""
-        if not self.groups:
-            return end
-        hashes = request.block_hashes
-        for number, group in enumerate(self.groups):
-            if group.window is None:
-                index = len(hits[0])
-                while index < end and is_stored(hashes[index], number):
-                    index += 1
-                end = index
-        # Layers with a window need the blocks that it still sees at the end.
-        windows = [(n, g.window) for n, g in enumerate(self.groups) if g.window is not None]
-        while windows and end > len(hits[0]):
-            missing = [
-                index
-                for number, window in windows
-                for index in range(
-                    max(len(hits[0]), self._first_seen(window, end * self.block_size)), end
-                )
-                if not is_stored(hashes[index], number)
-            ]
-            if not missing:
-                break
-            end = min(missing)
-        return end
-
     def hold(self, request: Request, hits: Tables, num_tokens: int, headroom: int = 0) -> bool:
         """Give a waiting request its hits, and blocks for a load, if `headroom` blocks are left."""
         if not self.has_slot:
             return False
-        hits = self.without_passed(hits, num_tokens)
+        hits = self.lookup.without_passed(hits, num_tokens)
         if self.num_missing_blocks(hits, num_tokens, num_tokens, 0) + headroom > 0:
             return False
         self._take_kv(request, hits, num_tokens, num_tokens)
@@ -351,7 +242,9 @@ class KVCacheManager:
         order, so the next holder of a block writes to it later.
         """
         for group, table in zip(self.groups, self.kv_tables(request.block_tables), strict=True):
-            end = min(self._first_seen(group.window, request.num_computed_tokens), len(table))
+            end = min(
+                first_seen(group.window, request.num_computed_tokens, self.block_size), len(table)
+            )
             first = end
             while first > 0 and table[first - 1] != NULL_BLOCK:
                 first -= 1
@@ -481,13 +374,6 @@ class KVCacheManager:
         for start in range(first * size, num_full * size, size):
             prefix.update(token_ids[start : start + size])
             hashes.append(prefix.digest())
-
-
-def live_blocks(table: list[int]) -> list[int]:
-    """Return the blocks of a table, without the entries that a window has passed."""
-    if NULL_BLOCK not in table:
-        return table
-    return [block_id for block_id in table if block_id != NULL_BLOCK]
 
 
 def prefix_root(request: Request) -> bytes:

@@ -5,7 +5,7 @@ Tokens are the same either way. With recurrent layers, the state is copied, too.
 """
 
 from core_proc.kv.host_blocks import HostBlocks
-from core_proc.kv.kv_cache import Tables, live_blocks
+from core_proc.kv.tables import Tables, live_blocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request, SwappedOut
 from protocol.core_worker import NULL_BLOCK, BlockCopies

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from core_proc.kv.kv_cache import KVCacheManager, Tables
+from core_proc.kv.kv_cache import KVCacheManager
+from core_proc.kv.tables import Tables
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduling.partial_prefills import PartialPrefills
@@ -76,7 +77,7 @@ class Admission:
         if request.swapped_out is not None:
             num_cached = max(num_cached, request.swapped_out.num_computed_tokens)
         start = min(num_cached, request.num_tokens - 1)
-        return Candidate(request, self._kv.without_passed(hits, start), start, num_cached)
+        return Candidate(request, self._kv.lookup.without_passed(hits, start), start, num_cached)
 
     def _current_refusal(self, request: Request) -> _Refusal | None:
         refusal = self._refusal

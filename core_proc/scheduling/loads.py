@@ -7,8 +7,9 @@ from functools import partial
 from itertools import count
 from typing import NamedTuple
 
-from core_proc.kv.kv_cache import KVCacheManager, Tables
+from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.kv.offload import Offload
+from core_proc.kv.tables import Tables
 from core_proc.policy import Key, Policy
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduling.admission import Admission
@@ -164,7 +165,7 @@ class Loads:
         if request.swapped_out is not None or not self._kv.may_read_cache(request):
             return False
         hits = self._kv.find_cached_prefix(request)
-        _, num_here = self._kv.find_loadable(request, hits, offload.has)
+        _, num_here = self._kv.lookup.find_loadable(request, hits, offload.has)
         num_tokens = (len(request.block_hashes) - num_here) * self._kv.block_size
         costs, source = offload.costs, request.blocks_at
         is_trial = not costs.pays(source)
@@ -194,10 +195,10 @@ class Loads:
         if request.swapped_out is not None or not self._kv.may_read_cache(request):
             return None
         cached = self._kv.find_cached_prefix(request)
-        hits, num_blocks = self._kv.find_loadable(request, cached, offload.has)
+        hits, num_blocks = self._kv.lookup.find_loadable(request, cached, offload.has)
         if offload.remote.has_any(request):
             reaches = partial(offload.reaches, request)
-            all_hits, num_all = self._kv.find_loadable(request, cached, reaches)
+            all_hits, num_all = self._kv.lookup.find_loadable(request, cached, reaches)
             is_enough = (num_all - num_blocks) * self._kv.block_size >= offload.min_load_tokens
             # Loads that have ended since the question may have shown that it does not pay.
             pays = offload.costs.pays(request.blocks_at) or offload.remote.is_trial(request)

@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from core_proc.kv.kv_cache import Tables
 from core_proc.kv.swap import StepCopies
+from core_proc.kv.tables import Tables
 from core_proc.request import Request
 from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids

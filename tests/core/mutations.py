@@ -119,8 +119,8 @@ MUTATIONS = (
     Mutation(
         "a window gives its blocks back one too early",
         "kv/kv_cache.py",
-        "self._first_seen(group.window, request.num_computed_tokens), len",
-        "self._first_seen(group.window, request.num_computed_tokens + self.block_size), len",
+        "first_seen(group.window, request.num_computed_tokens, self.block_size), len",
+        "first_seen(group.window, request.num_computed_tokens + 16, self.block_size), len",
     ),
     Mutation(
         "resumed before its late tokens have come",

@@ -4,9 +4,9 @@ import random
 
 import pytest
 
-from core_proc.kv.kv_cache import Tables
 from core_proc.kv.load_costs import LoadCosts
 from core_proc.kv.offload import MAX_LOADS, MIN_LOAD_TOKENS, Offload
+from core_proc.kv.tables import Tables
 from core_proc.request import Request, RequestStatus
 from protocol.core_worker import BlocksLoaded, LoadBlocks, ModelRunnerOutput, StoreBlocks
 from tests.core.fake_store import FakeStore

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from core_proc.kv.kv_cache import KVCacheManager, Tables
+from core_proc.kv.kv_cache import KVCacheManager
+from core_proc.kv.tables import Tables
 from core_proc.policy import Priority
 from core_proc.request import Request
 from core_proc.scheduling.admission import Admission
