@@ -187,9 +187,9 @@ MUTATIONS = (
     Mutation(
         "what sits a step out counts as computed",
         "scheduling/step.py",
-        "            requests = requests[: self.budget]\n",
-        "            requests[self.budget].num_computed_tokens += 1\n"
-        "            requests = requests[: self.budget]\n",
+        "            requests = requests[:number]\n",
+        "            requests[number].num_computed_tokens += 1\n"
+        "            requests = requests[:number]\n",
     ),
     Mutation(
         "a victim keeps the token that the step had granted to it",
@@ -302,7 +302,7 @@ MUTATIONS = (
     Mutation(
         "a request that is introduced again gets more drafts than its limit",
         "scheduling/draft_limits.py",
-        "request.draft_limit = self._most",
+        "request.draft_limit = self._max_drafts",
         "request.draft_limit = request.draft_limit",
     ),
     Mutation(
