@@ -4,7 +4,7 @@ import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from itertools import chain
-from typing import TypeVar
+from typing import Self, TypeVar
 
 import msgspec
 
@@ -23,7 +23,9 @@ class RequestStream:
     """The tokens of one request: an asynchronous iterator of `RequestOutput`.
 
     Unread outputs are merged, so a slow reader gets fewer of them. The last output has a
-    `finish_reason`. A refused or failed request raises `RequestFailed`.
+    `finish_reason`. A refused or failed request raises `RequestFailed`. As a context manager it
+    aborts the request when its block is left: a reader that only stops iterating leaves the request
+    running.
     """
 
     def __init__(self, request_id: int, cancel: Callable[[int], None]) -> None:
@@ -50,6 +52,12 @@ class RequestStream:
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:
         return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
 
     async def __anext__(self) -> RequestOutput:
         while not self._pending:
@@ -108,12 +116,10 @@ class RequestStream:
 
 async def vector_of(stream: RequestStream) -> "array[float]":
     """Return the embedding of a request with `pooling`; a cancelled task aborts the request."""
-    try:
+    with stream:
         async for output in stream:
             if output.embedding is not None:
                 return unpack_floats(output.embedding)
-    finally:
-        stream.cancel()
     raise failure_of(RequestError(ErrorCode.INTERNAL, "the request ended without its vector"))
 
 

@@ -9,7 +9,7 @@ with EngineClient(client_address(run_dir)) as client:
 import functools
 from array import array
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from typing import Any, Concatenate, ParamSpec, TypeVar, Unpack, cast
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar, Unpack, cast
 
 from protocol.api_core import ErrorCode, RequestError, RequestOutput, Status
 from protocol.client.async_client import CONTROL_TIMEOUT_S
@@ -32,7 +32,10 @@ T = TypeVar("T")
 
 
 class SyncStream:
-    """The tokens of one request: an iterator of `RequestOutput` for one thread at a time."""
+    """The tokens of one request: an iterator of `RequestOutput` for one thread at a time.
+
+    As a context manager it aborts the request when its block is left.
+    """
 
     def __init__(self, client: "EngineClient", stream: RequestStream) -> None:
         self._client = client
@@ -41,6 +44,12 @@ class SyncStream:
 
     def __iter__(self) -> Iterator[RequestOutput]:
         return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
 
     def __next__(self) -> RequestOutput:
         try:

@@ -378,6 +378,35 @@ def test_requests_fail_at_a_core_that_makes_no_progress(core: FakeCore) -> None:
     run_connected(core, play, stall_timeout_s=10 * FAST_TICK_S)
 
 
+def test_the_end_of_a_block_aborts_a_request_and_a_cancelled_reader_alone_does_not(
+    core: FakeCore,
+) -> None:
+    """A reader may thus limit its wait for one output, and go on reading."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        with client.submit([5], PARAMS) as stream:
+            await core.until(lambda: core.num_added == 1)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(anext(stream), 0.01)
+            core.emit(RequestOutput(stream.request_id, 0, [10]))
+            assert (await asyncio.wait_for(anext(stream), TIMEOUT_S)).token_ids == [10]
+            assert core.aborted == []
+        await core.until(lambda: core.aborted == [stream.request_id])
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+        async def read() -> None:
+            with client.submit([7], PARAMS) as second:
+                await anext(second)
+
+        reading = asyncio.create_task(read())
+        await core.until(lambda: core.num_added == 2)
+        reading.cancel()
+        await core.until(lambda: len(core.aborted) == 2)
+
+    run_connected(core, play)
+
+
 def test_close_fails_waiting_readers_and_aborts_in_the_core(core: FakeCore) -> None:
     async def main() -> None:
         client = AsyncEngineClient(core.address)

@@ -84,6 +84,17 @@ def test_result_of_a_cancelled_request_fails(client: EngineClient) -> None:
         stream.result(timeout_s=TIMEOUT_S)
 
 
+def test_the_end_of_a_block_aborts_a_request(client: EngineClient) -> None:
+    with client.submit([1], PARAMS) as stream:
+        assert next(stream).token_ids == [10, 11]
+    with pytest.raises(RequestCancelled, match="cancelled"):
+        stream.result(timeout_s=TIMEOUT_S)
+    with client.submit([2], PARAMS) as stream:
+        assert stream.result(timeout_s=TIMEOUT_S).token_ids == [10, 11, 12]
+    with client.submit([1], PARAMS):
+        client.close()
+
+
 def test_options_are_those_of_the_asynchronous_client(core: FakeCore) -> None:
     before = threading.active_count()
     with pytest.raises(TypeError, match="stall_timeout"):
