@@ -146,7 +146,7 @@ def _not_json(text: str, raw: bytes | None) -> str:
 
 
 def _has_name(raw: bytes, name: str) -> bool:
-    """Whether a body that was decoded has a name whose value is not null."""
+    """Return whether a body that was decoded has a name whose value is not null."""
     try:
         value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(name)
     except UnicodeDecodeError:  # of a name that no field has, at which the decoder did not look

@@ -134,7 +134,7 @@ class ApiState:
         return facts
 
     def _may_learn_facts(self) -> bool:
-        """Whether this process is too new to know the state of a running engine.
+        """Return whether this process is too new to know the state of a running engine.
 
         A core that was started at the same time seems to be starting until it adopts its workers.
         """
@@ -159,7 +159,7 @@ class ApiState:
         return facts
 
     def is_base_model(self, name: str | None) -> bool:
-        """Whether a name stands for the model without an adapter."""
+        """Return whether a name stands for the model without an adapter."""
         model = self.config.model
         return name is None or name in (*self.model_names, model.model, model.shown_model)
 
@@ -218,7 +218,7 @@ class ApiState:
         ]
 
     def is_serving(self) -> bool:
-        """Whether requests make progress, or will as soon as a lost worker is replaced."""
+        """Return whether requests make progress, or will as soon as a lost worker is replaced."""
         return (
             self.client.facts is not None
             and self.is_fresh()
@@ -226,7 +226,7 @@ class ApiState:
         )
 
     def is_ready(self) -> bool:
-        """Whether a load balancer should send new requests."""
+        """Return whether a load balancer should send new requests."""
         return (
             self.client.facts is not None
             and self.engine_state() is EngineState.READY

@@ -158,7 +158,7 @@ class CoreLoop:
                 self._workers.on_worker_death(message)
 
     def _are_all_back(self, now: float) -> bool:
-        """Whether a predecessor's clients have had time to connect since workers were adopted."""
+        """Return whether a predecessor's clients have had time to connect since the adoption."""
         if not self._has_predecessor:
             return True
         if self._all_back_at is None and self._engine.running is not None:

@@ -49,7 +49,7 @@ class Pausing:
         self._answer(client, control.number, ok)
 
     def _is_overtaken(self, control: Control) -> bool:
-        """Whether the state of an earlier core, which is to be restored, is out of date.
+        """Return whether the state of an earlier core, which is to be restored, is out of date.
 
         Clients restore in any order, and each knows only the state of its last `Status`.
         """

@@ -202,7 +202,7 @@ class Request:
         return self.finish_reason is not None
 
     def has_begun(self) -> bool:
-        """Whether it has been admitted before, here or in an earlier life."""
+        """Return whether it has been admitted before, here or in an earlier life."""
         return self.num_cached_tokens is not None or self.num_output_tokens > 0
 
     def set_limits(self, max_model_len: int, eos_token_ids: frozenset[int]) -> None:

@@ -193,7 +193,7 @@ class ModelFacts(Record):
         )
 
     def can_replace(self, before: "ModelFacts") -> bool:
-        """Whether workers with these facts can continue.
+        """Return whether workers with these facts can continue.
 
         Only `exact_resume` and its reason may differ; also `decoder`, unless `before` was exact,
         and `kernels`, unless both are exact.
@@ -217,11 +217,11 @@ class ModelFacts(Record):
         return ", ".join(found)
 
     def max_prompt_len(self, params: SamplingParams) -> int:
-        """Length of the longest prompt in tokens; it leaves room for an output, if there is one."""
+        """Return the maximum length of a prompt in tokens; it leaves room for any output."""
         return self.max_model_len if params.pooling is not None else self.max_model_len - 1
 
     def num_blocks_for(self, num_tokens: int) -> int:
-        """Maximum number of KV blocks that a request of `num_tokens` tokens holds at once."""
+        """Return the maximum number of KV blocks that a request of `num_tokens` tokens holds."""
         num_blocks = -(-num_tokens // self.block_size)
         return sum(
             num_blocks if group.max_blocks is None else min(num_blocks, group.max_blocks)

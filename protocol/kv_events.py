@@ -95,7 +95,7 @@ class PrefixHash(Protocol):
 
 
 def prefix_root(cache_salt: str = "", adapter_id: int = 0, adapter_digest: bytes = b"") -> bytes:
-    """Everything that a prefix depends on besides its tokens; no root is a prefix of another."""
+    """Return all that a prefix depends on besides its tokens; no root is a prefix of another."""
     salt = cache_salt.encode()
     return (
         adapter_id.to_bytes(8, "little") + len(salt).to_bytes(4, "little") + salt + adapter_digest

@@ -70,7 +70,7 @@ def _lanes(value: int) -> int:
 
 
 def has_ids_from(packed: bytes, bound: int) -> bool:
-    """Whether any packed id is `bound` or more; much faster than comparing ids one by one.
+    """Return whether any packed id is `bound` or more; faster than comparing ids one by one.
 
     Each id is a 32-bit lane of one long integer. Adding 2**31 - bound to all lanes sets the highest
     bit of exactly those lanes that are too large, and one mask tests all of these bits.

@@ -72,7 +72,7 @@ class ZygoteLink(Generic[T]):
         self._decode = decode
 
     def fileno(self) -> int:
-        """Descriptor to poll, readable when a message has arrived."""
+        """Return the descriptor to poll, readable when a message has arrived."""
         return self._socket.fileno()
 
     def send(self, message: Message, fds: Sequence[int] = (), timeout_s: float = 0.0) -> bool:
@@ -99,7 +99,7 @@ class ZygoteLink(Generic[T]):
             raise LinkClosed
 
     def receive(self) -> tuple[T, list[int]] | None:
-        """One message and its descriptors, which belong to the caller; None if there is none.
+        """Return one message and its descriptors, which the caller owns; None if there is none.
 
         LinkClosed: the other side is gone. ProtocolError: the packet is not a message.
         """

@@ -128,7 +128,7 @@ def _parse(argv: Sequence[str] | None, program: str) -> argparse.Namespace:
 
 
 def _is_place(text: str) -> bool:
-    """Whether it is HOST:PORT."""
+    """Return whether it is HOST:PORT."""
     try:
         check_tcp_address(f"tcp://{text}")
     except ValueError:
@@ -137,7 +137,7 @@ def _is_place(text: str) -> bool:
 
 
 def _is_listen(text: str) -> bool:
-    """Whether it is HOST or HOST:PORT, where * is every address of this machine."""
+    """Return whether it is HOST or HOST:PORT, where * is every address of this machine."""
     host, colon, port = text.partition(":")
     return _is_place(f"{'0.0.0.0' if host == '*' else host}:{port if colon else 1}")
 

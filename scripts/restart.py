@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.re
 
 
 def _run_dirs(run_dir: str, role: Role, replica: int | None) -> list[tuple[str, str]]:
-    """The run directories of the supervisors to ask in turn, each with the beginning of a line."""
+    """Return the run directories of the supervisors to ask, each with the beginning of a line."""
     if role is Role.API:
         return [(run_dir, "")]
     with contextlib.closing(StatusLink(run_dir)) as link:
@@ -131,7 +131,7 @@ def _query(ask: Callable[[float], T | None]) -> tuple[T, bool]:
 
 
 def _rows(link: StatusLink, role: Role, index: int | None) -> tuple[list[ProcessStatus], bool]:
-    """The rows of a role by rank, and whether one of its API processes has a successor already."""
+    """Return the rows of a role by rank, and whether an API process of it has a successor."""
     reply, _ = _query(link.query)
     rows = [row for row in reply.processes if row.role is role]
     mains = [row for row in rows if not row.is_spare and index in (None, row.rank)]

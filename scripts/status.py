@@ -73,7 +73,7 @@ def _ask_replicas(run_dir: str, numbers: Sequence[int]) -> Replicas:
 
 
 def as_dict(reply: StatusReply, replicas: Replicas = MappingProxyType({})) -> dict[str, Any]:
-    """The reply with names, as JSON shows it, and those of the replicas by their numbers."""
+    """Return the reply with names, as JSON shows it, and those of the replicas by their numbers."""
     rows = [msgspec.structs.asdict(row) for row in reply.processes]
     body = {**msgspec.structs.asdict(reply), "processes": rows}
     if replicas:
@@ -137,7 +137,7 @@ def _memory_of_all(pids: Iterable[int]) -> int | None:
 
 
 def chosen_run_dir(given: str | None) -> str:
-    """The run directory that is given, or that of this user's only running engine.
+    """Return the run directory that is given, or that of this user's only running engine.
 
     LookupError: no engine runs there, or there is none, or several.
     """

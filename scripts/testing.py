@@ -52,7 +52,7 @@ def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = 
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a thread of a process runs; one that only waits to be reaped does not."""
+    """Return whether a thread of a process runs; one that only waits to be reaped does not."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -360,7 +360,7 @@ class NullRunner:
         self._writers[block_id] = owner
 
     def _is_live(self, owner: BlockOwner) -> bool:
-        """Whether the request still runs, and its window has not passed the block."""
+        """Return whether the request still runs, and its window has not passed the block."""
         request, group, entry = owner
         if self._mirror.requests.get(request.req_id) is not request:
             return False

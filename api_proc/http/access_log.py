@@ -82,7 +82,7 @@ class AccessLogger:
         self._writing = threading.Lock()
 
     def wants(self, path: str, status: int, now: float) -> bool:
-        """Whether the request is logged; `now` is the time of day in seconds."""
+        """Return whether the request is logged; `now` is the time of day in seconds."""
         if int(now) != self._second:
             self._begin_second(int(now))
         if self._is_all:

@@ -181,7 +181,7 @@ class HttpProtocol(HttpToolsProtocol):
             self.transport.close()
 
     def _may_respond(self) -> bool:
-        """Whether the client would match a response with the request that is being received."""
+        """Return whether the client would match a response with the request being received."""
         if self.running is None or self.running.response_complete:
             return not self._is_in_body
         is_its_body = self._is_in_body and self.running is self.cycle
@@ -197,7 +197,7 @@ class HttpProtocol(HttpToolsProtocol):
         return self.running is None or self.running.response_complete
 
     def is_stuck(self, now: float, timeout_s: float) -> bool:
-        """Whether the client has not read for too long, or has too much to read."""
+        """Return whether the client has not read for too long, or has too much to read."""
         unsent = self.transport.get_write_buffer_size()
         has_taken = self.has_taken or unsent < self.unsent
         is_waiting = unsent > 0 and not has_taken
@@ -211,13 +211,13 @@ class HttpProtocol(HttpToolsProtocol):
         return is_late or (unsent > 0 and self.num_unread() > MAX_UNREAD_TOKENS)
 
     def is_head_late(self, now: float) -> bool:
-        """Whether the client takes too long for a request's head."""
+        """Return whether the client takes too long for a request's head."""
         if self.head_since is None or not self.is_idle:
             return False
         return now - self.head_since > HEAD_TIMEOUT_S
 
     def is_quiet(self, now: float, is_full: bool) -> bool:
-        """Whether no request has come for too long; `is_full`: other clients wait."""
+        """Return whether no request has come for too long; `is_full`: other clients wait."""
         limit = IDLE_WHEN_FULL_S if is_full else QUIET_TIMEOUT_S
         return self.is_idle and now - self.last_active > limit
 

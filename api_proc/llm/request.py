@@ -165,7 +165,7 @@ class Request:
 
 
 def _are_done(readers: list[asyncio.Task[None]]) -> bool:
-    """Whether all readers have ended; raises what one of them has raised."""
+    """Return whether all readers have ended; raises what one of them has raised."""
     num_done = 0
     for reader in readers:
         if reader.done():

@@ -62,14 +62,14 @@ class Directory:
         self._path.unlink(missing_ok=True)
 
     def others(self) -> list[Peer]:
-        """All sockets but this process's own, the newest first."""
+        """Return all sockets but this process's own, the newest first."""
         found = _sockets(self._run_dir)
         own = (self._index, self._epoch)
         others = [peer for peer in found if (peer.index, peer.epoch) != own]
         return sorted(others, key=lambda peer: -peer.epoch)
 
     def of(self, index: int) -> list[Peer]:
-        """The other sockets with an index, the newest first."""
+        """Return the other sockets with an index, the newest first."""
         return [peer for peer in self.others() if peer.index == index]
 
 

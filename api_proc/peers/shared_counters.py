@@ -42,7 +42,7 @@ class SharedCounters:
         self._memory = memoryview(mmap.mmap(fd, size)).cast("d")
 
     def own(self) -> Take:
-        """The numbers of this process; private ones if both pages of its index are locked."""
+        """Return the numbers of this process; private ones if both of its pages are locked."""
         return private if self._own is None else self._taker(self._own)
 
     def others(self) -> list[Take]:

@@ -158,7 +158,7 @@ def _is_system(item: InputItem) -> bool:
 
 
 def _continues(turn: ChatMessage, item: InputItem) -> bool:
-    """Whether an item belongs to the same message: reasoning, then text, then calls."""
+    """Return whether an item belongs to the same message: reasoning, then text, then calls."""
     if item.type == "function_call":
         return True
     if item.type == "message":

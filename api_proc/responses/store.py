@@ -59,7 +59,7 @@ class ResponseStore:
         return stored
 
     def has_room(self, num_bytes: int) -> bool:
-        """Whether a response of this size can be stored at all."""
+        """Return whether a response of this size can be stored at all."""
         return self._max_count > 0 and num_bytes + _ENTRY_BYTES <= self._max_bytes
 
     async def put(self, response_id: str, stored: StoredResponse) -> None:

@@ -308,7 +308,7 @@ class Sessions:
         self.journaling.write(RemoveRecord(session.accepted.number))
 
     def _is_open(self, session: Session) -> bool:
-        """Whether it was not removed; its id may belong to another session by now."""
+        """Return whether it was not removed; its id may belong to another session by now."""
         return self._by_id.get(session.request_id) is session
 
     def _expire_later(self, session: Session) -> None:

@@ -86,7 +86,7 @@ class EventLog:
         return KVEventsRefused(self._subscribers.pop(client).subscription, reason)
 
     def taken(self, client: Client) -> None:
-        """A client has room for another batch."""
+        """Note that a client has room for another batch."""
         self._num_untaken[client] = max(0, self._num_untaken.get(client, 0) - 1)
 
     def forget(self, client: Client) -> None:

@@ -78,7 +78,7 @@ class Grammars:
         self._prune_at = 2 * MAX_IDLE
 
     def is_full(self, grammar: Grammar, account: Account) -> bool:
-        """Whether too many grammars are being compiled for this one of an account to join them."""
+        """Return whether too many grammars are being compiled for this one to join them."""
         if grammar in self._entries or self._unproven.has_room(account):
             return False
         # Those of requests that have ended are not worth the wait.
@@ -86,7 +86,7 @@ class Grammars:
         return not self._unproven.has_room(account)
 
     def _is_waiting(self, entry: _Entry) -> bool:
-        """Whether an entry is to be sent, and a request waits for it; others are dropped."""
+        """Return whether an entry is to be sent and a request waits for it; drop others."""
         return entry.is_unsent and self._is_wanted(entry)
 
     def _is_wanted(self, entry: _Entry) -> bool:

@@ -48,7 +48,7 @@ class Owners:
         return request_id in self._open.get(client, ())
 
     def waits_for(self, request: Request) -> bool:
-        """Whether this request is open, and not a later one with the same number."""
+        """Return whether this request is open, and not a later one with the same number."""
         owner = owner_of(request)
         return self._open.get(owner.client, {}).get(owner.request_id) == request.req_id
 

@@ -108,7 +108,7 @@ class Quarantine:
         """State of the search for which the marks were made; None: they follow the steps."""
 
     def is_canary(self, request: Request) -> bool:
-        """Whether this is the quarantine's own request, which has no client."""
+        """Return whether this is the quarantine's own request, which has no client."""
         return request.req_id == self._canary_id
 
     @property
@@ -177,7 +177,7 @@ class Quarantine:
         now: float,
         adapter_id: int = 0,
     ) -> bool:
-        """Whether the same request, with a prompt of ids or packed ids, was rejected recently."""
+        """Return whether the same request, with a prompt of ids or packed ids, was rejected."""
         self.rejections.expire(now)
         if now > self._inherited_until:
             self._inherited.clear()
@@ -289,7 +289,7 @@ class Quarantine:
                 self._hold(front)
 
     def _is_kept_out(self, request: Request) -> bool:
-        """Whether the trial of a request is prevented, so that others must not wait for it.
+        """Return whether the trial of a request is prevented, so that others must not wait.
 
         A pause does it, or other adapters, whose requests would be held and keep their turns.
         """

@@ -279,7 +279,7 @@ class Ledger:
         return True
 
     def __iter__(self) -> Iterator[int]:
-        """Ids of all open requests, oldest first."""
+        """Iterate over the ids of all open requests, oldest first."""
         return iter(self._entries)
 
     def resumed(self, request_id: int, now: float) -> AddRequest | None:

@@ -152,7 +152,7 @@ class Placement:
 
 
 def _waiting_place(replica: Replica) -> tuple[object, ...]:
-    """Sort key, smallest for the replica at which a request waits if none can have it."""
+    """Return a sort key, smallest for the replica at which a request waits if none can have it."""
     client = replica.client
     return replica.is_retired, bool(client.other_model), replica.serves, replica.lateness
 

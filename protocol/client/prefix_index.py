@@ -70,7 +70,7 @@ class PrefixIndex:
         """Replicas of each name in any order; a removed one is replaced by the last one."""
 
     def __len__(self) -> int:
-        """Number of names of all replicas."""
+        """Return the number of names of all replicas."""
         return sum(map(len, self._known.values()))
 
     def longest(self, names: Sequence[bytes], serves: Callable[[int], bool]) -> int:

@@ -11,7 +11,7 @@ _PATTERN = re.compile(TCP_ADDRESS)
 
 
 def is_remote(address: str) -> bool:
-    """Whether an address may be one of another machine."""
+    """Return whether an address may be one of another machine."""
     return address.startswith("tcp://")
 
 

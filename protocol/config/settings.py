@@ -124,7 +124,7 @@ class Setting(NamedTuple):
 
 
 def settings() -> Iterator[Setting]:
-    """All settings, section by section."""
+    """Return all settings, section by section."""
     for section in msgspec.structs.fields(EngineConfig):
         hints = typing.get_type_hints(section.type, include_extras=True)
         for item in msgspec.structs.fields(section.type):
@@ -138,7 +138,7 @@ def settings() -> Iterator[Setting]:
 
 
 def descriptions() -> dict[str, str]:
-    """The docstrings of all settings by name; only the source has them. Empty without a source."""
+    """Return the docstrings of all settings by name; empty without the source, which has them."""
     source = "".join(linecache.getlines(engine_config.__file__, vars(engine_config)))
     sections, _, _ = source.partition("class EngineConfig")
     return {name: " ".join(text.split()) for name, text in _DOCUMENTED_FIELD.findall(sections)}

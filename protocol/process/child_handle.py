@@ -174,7 +174,7 @@ def _config_pipe(config: EngineConfig) -> int:
 
 
 def _environment() -> dict[str, str]:
-    """The caller's environment, with the engine's packages importable and without its settings."""
+    """Return the caller's environment with the engine's packages and without its settings."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TROIKA_")}
     root = str(Path(__file__).resolve().parents[2])
     paths = [root, environment.get("PYTHONPATH", "")]

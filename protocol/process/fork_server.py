@@ -71,7 +71,7 @@ class ForkServer:
         self._asked[epoch] = parent_write
 
     def receive(self) -> list[FromZygote]:
-        """A bounded number of messages that have arrived; ProtocolError: one of them is invalid."""
+        """Return a bounded number of arrived messages; ProtocolError: one of them is invalid."""
         messages: list[FromZygote] = []
         with contextlib.suppress(LinkClosed):  # its pidfd reports the death
             while len(messages) < _RECEIVE_LIMIT and (received := self.link.receive()) is not None:

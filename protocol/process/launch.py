@@ -32,12 +32,12 @@ class EngineStartError(Exception):
 
 
 def failure_file(run_dir: str, pid: int) -> Path:
-    """The file in which the embedded supervisor with this pid writes why it gave up."""
+    """Return the file in which the embedded supervisor with this pid writes why it gave up."""
     return Path(run_dir) / f"failure-{pid}"
 
 
 def fetching_file(run_dir: str, pid: int) -> Path:
-    """The file that exists while the supervisor with this pid fetches a model from a hub."""
+    """Return the file that exists while the supervisor with this pid fetches a model."""
     return Path(run_dir) / f"fetching-{pid}"
 
 

@@ -233,7 +233,7 @@ class ProgressPage:
             self._words[_DEATH + offset] = word
 
     def read_death(self) -> Death | None:
-        """How the last incarnation ended; None if there was none, or the record is invalid."""
+        """Return how the last incarnation ended; None: there was none, or its record is invalid."""
         epoch, cause, step = self._words[_DEATH : _DEATH + 3]
         if epoch == 0 or cause > max(DeathCause):
             return None

@@ -85,7 +85,7 @@ class Shares:
         return self._taken[account] < num_free - self._taken_by_origin[account.origin]
 
     def __contains__(self, account: Account) -> bool:
-        """Whether an account has a place."""
+        """Return whether an account has a place."""
         return account in self._taken
 
     def enter(self, account: Account) -> None:

@@ -114,17 +114,17 @@ class BadFrame(NamedTuple):
 
 
 def client_address(run_dir: str) -> str:
-    """Where the core listens for clients."""
+    """Return the address at which the core listens for clients."""
     return f"ipc://{run_dir}/core.sock"
 
 
 def worker_address(run_dir: str) -> str:
-    """Where the core listens for workers."""
+    """Return the address at which the core listens for workers."""
     return f"ipc://{run_dir}/workers.sock"
 
 
 def lifecycle_address(run_dir: str) -> str:
-    """Where the supervisor listens."""
+    """Return the address at which the supervisor listens."""
     return f"ipc://{run_dir}/supervisor.sock"
 
 
@@ -207,7 +207,7 @@ class _Channel:
                     yield Received(peer, header, parts[1])
 
     def _is_message(self, peer: bytes, header: Header) -> bool:
-        """Whether a frame carries a message, and is neither repeated nor after a gap."""
+        """Return whether a frame carries a message and is neither repeated nor after a gap."""
         order = self._sequence(peer).check(header)
         if order is FrameOrder.NEXT:
             if header.flags:
@@ -394,7 +394,7 @@ class DealerChannel(_Channel):
         """Why there is no connection, if the other end has refused one."""
 
     def link_events(self) -> list[LinkEvent]:
-        """Connections made and lost since the last call, in order."""
+        """Return the connections made and lost since the last call, in order."""
         events = []
         while int(self.monitor.getsockopt(zmq.EVENTS)) & _READABLE:
             what, _address = self.monitor.recv_multipart(zmq.NOBLOCK)
@@ -432,7 +432,7 @@ class DealerChannel(_Channel):
         return self._send(epoch, body, _BEGINS if begins else 0)
 
     def take_loss(self) -> bool:
-        """Whether a frame of either direction was lost since the last call."""
+        """Return whether a frame of either direction was lost since the last call."""
         has_lost, self._has_lost = self._has_lost, False
         return has_lost
 

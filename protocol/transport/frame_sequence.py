@@ -76,5 +76,5 @@ class FrameSequence:
         return FrameOrder.AFTER_A_GAP
 
     def reconnected(self) -> None:
-        """A new connection: the other end may be another process, which counts from 0."""
+        """Begin a new connection: the other end may be another process, which counts from 0."""
         self._expected = 0

@@ -31,7 +31,7 @@ def plot(record: Record, directory: Path) -> list[Path]:
 
 
 def _plot_growth(record: Record, directory: Path) -> list[Path]:
-    """One plot for each section, with a line for each part of a step."""
+    """Draw one plot for each section, with a line for each part of a step."""
     paths = []
     for section in dict.fromkeys(name.partition("-")[0] for name in record.workloads):
         points = {

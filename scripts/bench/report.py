@@ -175,7 +175,7 @@ def _measured(record: Record) -> list[str]:
 
 
 def _wide(record: Record, server: str) -> list[list[str]]:
-    """One row for each workload."""
+    """Return one row for each workload."""
     names = figure_names(record)
     rows = [["workload", *(figure_of(name).label for name in names)]]
     for workload in _measured(record):
@@ -188,7 +188,7 @@ def _wide(record: Record, server: str) -> list[list[str]]:
 
 
 def _tall(record: Record, servers: list[str]) -> list[list[str]]:
-    """One row for each workload and figure."""
+    """Return one row for each workload and figure."""
     ours = servers[0]
     rows = [["workload", "figure", *servers, *(f"{ours} / {peer}" for peer in record.peers)]]
     for workload in _measured(record):
@@ -204,7 +204,7 @@ def _tall(record: Record, servers: list[str]) -> list[list[str]]:
 
 
 def _profile_rows(record: Record) -> list[list[str]]:
-    """One row for each part of a step."""
+    """Return one row for each part of a step."""
     columns = record.profile
     names = dict.fromkeys(name for column in columns for name in column.parts_us)
     rows = [["µs a step", *(f"{column.workload}, {column.kind}" for column in columns)]]

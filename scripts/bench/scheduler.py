@@ -163,7 +163,7 @@ def production_gc() -> Iterator[None]:
 
 
 def _prompt(req_id: int, num_tokens: int) -> list[int]:
-    """Ids that no other request begins with."""
+    """Return ids that no other request begins with."""
     return [(req_id * 7919 + i * 31) % VOCAB_SIZE for i in range(num_tokens - 2)] + [
         req_id % VOCAB_SIZE,
         req_id // VOCAB_SIZE,
@@ -510,7 +510,7 @@ One waiting request besides its token ids: {memory.bare_bytes:.0f} bytes, \
 
 
 def table(report: Report) -> str:
-    """The report as text; the ratio is vLLM's time over ours."""
+    """Return the report as text; the ratio is vLLM's time over ours."""
     steady = [
         f"{row.running:11} {row.schedule_us:9.1f} {row.update_us:9.1f} {row.total_us:9.1f}"
         f" {_against_vllm(row.total_us, row.vllm_total_us)}"

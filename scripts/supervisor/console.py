@@ -43,12 +43,12 @@ class PhaseClock:
             self.phases.append((phase, now))
 
     def numbered_phases(self) -> list[tuple[str, int]]:
-        """Each phase in order, with the number of equal ones before it."""
+        """Return each phase in order, with the number of equal ones before it."""
         names = [name for name, _ in self.phases]
         return [(name, names[:place].count(name)) for place, name in enumerate(names)]
 
     def seconds(self, now: float) -> list[tuple[str, float]]:
-        """Each phase with its seconds, in order; the last one ends now."""
+        """Return each phase with its seconds, in order; the last one ends now."""
         begun = [(_BEFORE_FIRST_PHASE, self.started_at), *self.phases]
         ends = [time for _, time in begun[1:]] + [now]
         return [(name, end - start) for (name, start), end in zip(begun, ends, strict=True)]
@@ -119,7 +119,7 @@ class Console:
         return min(self._loading, key=progress)
 
     def next_tick(self) -> float | None:
-        """The time at which `tick` must be called; None while no progress is shown."""
+        """Return the time at which `tick` must be called; None while no progress is shown."""
         if not self._loading or self._is_quiet:
             return None
         return self._drawn_at + (_REDRAW_S if self._is_terminal else _LINE_S)

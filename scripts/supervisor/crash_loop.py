@@ -59,7 +59,7 @@ class CrashLoop:
         self._served_s += now - began
 
     def is_over(self, now: float) -> bool:
-        """Whether a crash loop has lasted longer than allowed."""
+        """Return whether a crash loop has lasted longer than allowed."""
         limit_s, since = self._give_up_after_s, self._failing_since
         if limit_s is None or since is None or not self._is_looping:
             return False

@@ -165,5 +165,5 @@ class PlannedRestarts:
 
 
 def _is_successor(spare: Process, group: Group) -> bool:
-    """Whether the spare process is the successor of the current one, not its predecessor."""
+    """Return whether the spare process is the successor of the current one, not its predecessor."""
     return spare.epoch > group.processes[0].epoch

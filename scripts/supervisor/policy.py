@@ -104,7 +104,7 @@ class SupervisorPolicy:
         return next((p for p in self.processes if p.is_alive and p.epoch == epoch), None)
 
     def next_deadline(self) -> float:
-        """Time by which `tick` must be called."""
+        """Return the time by which `tick` must be called."""
         times = [self._turned_at + _LONGEST_TURN_S, self._shutdown.deadline, self._planned.deadline]
         times += [process.deadline for process in self.processes]
         times += [self._due_at(group) for group in self._groups]
@@ -297,7 +297,7 @@ class SupervisorPolicy:
         return actions + self._crash_loop.report(now)
 
     def _is_hopeless(self, group: Group, process: Process) -> bool:
-        """Whether to give up: only before the first Ready, since later there are requests."""
+        """Return whether to give up: only before the first Ready, as later there are requests."""
         if self.was_ready or self._shutdown.has_begun or group.role in STANDBY_OF.values():
             return False
         is_final = process.fatal is not None and not process.fatal.retry

@@ -119,7 +119,7 @@ class Process:
         self.num_restarts = predecessor.num_restarts + 1
 
     def was_useful(self, now: float, step_id: int | None, *, has_completed_step: bool) -> bool:
-        """Whether this incarnation, which has just died, did useful work.
+        """Return whether this incarnation, which has just died, did useful work.
 
         It has completed a step, or it had none to compute and served for as long as its start took.
         Immediate restarts after such deaths cannot keep the processors busy with starts alone.
@@ -303,7 +303,7 @@ class Group:
         return spare
 
     def delay_s(self, longest_s: float, rng: random.Random) -> float:
-        """The pause before the next start: none, then one that doubles, with jitter."""
+        """Return the pause before the next start: none, then one that doubles, with jitter."""
         if self.num_deaths == 1:
             return 0.0
         doublings = min(self.num_deaths - 2, _MAX_DOUBLINGS)
@@ -323,7 +323,7 @@ class Groups:
         return bool(self.of(role))
 
     def __getitem__(self, role: Role) -> Group:
-        """The only group of a role, or the first."""
+        """Return the only group of a role, or the first."""
         return self.of(role)[0]
 
     def of(self, role: Role) -> list[Group]:
@@ -352,11 +352,11 @@ def make_groups(num_ranks: Mapping[Role, int]) -> Groups:
 
 
 def latest(times: Iterable[float | None]) -> float | None:
-    """The greatest of the times; None if one of them is None."""
+    """Return the greatest of the times; None if one of them is None."""
     known = list(times)
     return None if None in known else max(time for time in known if time is not None)
 
 
 def phase_name(phase: str) -> str:
-    """A phase of a start as it is shown to users."""
+    """Return a phase of a start as it is shown to users."""
     return phase.replace("_", " ")

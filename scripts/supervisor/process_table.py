@@ -339,7 +339,7 @@ class ProcessTable:
     # Pages and reports --------------------------------------------------------------------------
 
     def marks(self) -> dict[Slot, ProgressRecord]:
-        """The marks of all readable pages."""
+        """Return the marks of all readable pages."""
         found = {slot: row.page.read() for slot, row in self._rows.items()}
         return {slot: mark for slot, mark in found.items() if mark is not None}
 
@@ -359,7 +359,7 @@ class ProcessTable:
         return None if child is None else child.pid
 
     def status(self, processes: Iterable[Process], state: ProcessState) -> list[ProcessStatus]:
-        """A line for each process; the first is the supervisor, with the state of the engine."""
+        """Return a line for each process; the first, for the supervisor, has the engine's state."""
         own = (Slot(Role.SUPERVISOR), os.getpid(), _SUPERVISOR_EPOCH, state, 0)
         lines = [
             (p.slot, self.pid(p.slot), p.epoch, p.state, max(p.num_restarts, 0)) for p in processes

@@ -203,7 +203,7 @@ def wait_for_epoch_by_clock() -> int:
 
 
 def live_run_dirs() -> list[str]:
-    """The run directories that supervisors of this user hold."""
+    """Return the run directories that supervisors of this user hold."""
     return sorted(target for _, target in _entries(_register_dir()) if is_live(target))
 
 
@@ -232,7 +232,7 @@ def _remove_shared_files(run_dir: str, prefixes: set[str]) -> None:
 
 
 def _is_file_of(path: Path, fd: int) -> bool:
-    """Whether a path names the file of a descriptor."""
+    """Return whether a path names the file of a descriptor."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(fd))
     except FileNotFoundError:
@@ -267,7 +267,7 @@ def _entries(register: Path) -> Iterator[tuple[Path, str]]:
 
 
 def is_live(run_dir: str) -> bool:
-    """Whether a supervisor holds the directory; True also if the lock cannot be tested.
+    """Return whether a supervisor holds the directory; True also if the lock cannot be tested.
 
     Only the lock decides: a busy supervisor may not answer, or even refuse a connection.
     """

@@ -75,11 +75,11 @@ class Shutdown:
         return self._state in (_State.STOPPING, _State.ENDED)
 
     def is_front(self, role: Role) -> bool:
-        """Whether that role is finishing its requests."""
+        """Return whether that role is finishing its requests."""
         return self._state is _State.DRAINING and self._fronts[0] is role
 
     def comes_back(self, role: Role) -> bool:
-        """Whether a role is restarted while it drains: a core is, as its clients have ledgers."""
+        """Return whether a role is restarted while it drains: the core, whose clients resend."""
         is_needed = role is Role.CORE and self._has_served and self.is_front(role)
         return is_needed and self._groups[role].num_failures <= _MAX_FAILURES
 

@@ -184,7 +184,7 @@ class _Adoptions:
         self._words[rank * _ADOPTION_WORDS + 2] = epoch + 1
 
     def has_ended(self, epoch: int) -> bool:
-        """Whether a living rank has left an adoption, or was adopted under a greater epoch."""
+        """Return whether a living rank has left an adoption or has a greater epoch."""
         words = self._words.tolist()
         columns = (words[column::_ADOPTION_WORDS] for column in range(_ADOPTION_WORDS))
         return any(

@@ -162,7 +162,7 @@ class StageRunner:
             self._take_next()
 
     def _builds_on_results(self, step: SchedulerOutput) -> bool:
-        """Whether a step has a request with drafts that are not here, or of unknown length.
+        """Return whether a step has a request with drafts that are not here, or of unknown length.
 
         A request that a step preempts counts as one of its requests, too: which of its states is
         copied depends on how many of its drafts are right.

@@ -147,5 +147,5 @@ def _defer_dynamo() -> None:
 
 
 def _as_it_is(function: Callable[..., Any] | None = None, *_: Any, **__: Any) -> Any:
-    """A decorator, with or without arguments, that returns its function."""
+    """Decorate a function, with or without arguments, by returning it."""
     return _as_it_is if function is None else function

@@ -71,7 +71,7 @@ def _free_port() -> int:
 
 
 def _serves(engine: Engine, port: int, timeout_s: float) -> bool:
-    """Whether /readyz answers 200. The supervisor's status is not asked: it may come later."""
+    """Return whether /readyz answers 200; the supervisor's status may come later."""
     if engine.process.poll() is not None:
         raise BenchError(f"the engine has ended:\n{engine.log}")
     connection = http.client.HTTPConnection(_HOST, port, timeout=timeout_s)
