@@ -103,7 +103,9 @@ def _nested(grammar: Grammar, lark: LarkWriter) -> str | None:
     if grammar.kind is GrammarKind.LARK:
         return lark.rule(f"%lark {{\n{grammar.source}\n}}")
     if grammar.kind is GrammarKind.REGEX:
-        source = re.sub(r"\\.|/", lambda found: found[0].replace("/", r"\/"), grammar.source)
+        source = re.sub(
+            r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], grammar.source
+        )
         return lark.rule(f"%lark {{\nstart: /{source}/\n}}") if "\n" not in source else None
     if grammar.kind is GrammarKind.JSON_SCHEMA and grammar.source.lstrip().startswith("{"):
         return lark.rule(nested_json(msgspec.json.decode(grammar.source)))

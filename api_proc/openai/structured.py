@@ -132,7 +132,7 @@ def _translate(body: Constrained, param: str) -> Grammar:
     if param in ("guided_json", "json_schema"):
         return _from_schema(value, param, whitespace)
     if param == "guided_regex":
-        return Grammar(GrammarKind.REGEX, _filled(value, param))
+        return _from_regex(value, param)
     if param == "guided_choice":
         return _from_choices(value, param)
     return Grammar(GrammarKind.EBNF, _filled(value, param))
@@ -172,7 +172,7 @@ def _from_structured_outputs(form: StructuredOutputs) -> Grammar:
         pattern = form.whitespace_pattern
         return _from_schema(schema, where, pattern, compact=bool(form.disable_any_whitespace))
     if name == "regex":
-        return Grammar(GrammarKind.REGEX, _filled(value, where))
+        return _from_regex(value, where)
     if name == "choice":
         return _from_choices(value, where)
     if name == "grammar":
@@ -183,6 +183,14 @@ def _from_structured_outputs(form: StructuredOutputs) -> Grammar:
     except msgspec.DecodeError as error:
         raise invalid(where, f"is not a structural tag: {json_error_text(error)}") from error
     return _from_structural_tag(tag, where)
+
+
+def _from_regex(regex: str, param: str) -> Grammar:
+    """Return the grammar of a regular expression; llguidance would drop a backslash at its end."""
+    num_backslashes = len(regex) - len(regex.rstrip("\\"))
+    if num_backslashes % 2:
+        raise invalid(param, "ends with a backslash that escapes nothing")
+    return Grammar(GrammarKind.REGEX, _filled(regex, param))
 
 
 def _or_object(schema: Schema | None) -> Schema:

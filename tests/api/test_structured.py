@@ -110,6 +110,8 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
             "guided_json.x-guidance",
         ),
         ({"guided_regex": ""}, "guided_regex"),
+        ({"guided_regex": "a\\"}, "guided_regex"),
+        ({"structured_outputs": {"regex": "\\\\\\"}}, "structured_outputs.regex"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
         ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice"),

@@ -276,6 +276,7 @@ def test_schemas_are_enforced_strictly_only_where_that_was_asked(vocabulary: Voc
 CONTENTS = {
     "json": Grammar(GrammarKind.JSON_SCHEMA, '{"enum": ["a/b"]}'),
     "regex": Grammar(GrammarKind.REGEX, r'"a/b"'),
+    "escaped": Grammar(GrammarKind.REGEX, r'"a\/b"|\\/'),
     "lark": Grammar(GrammarKind.LARK, '%llguidance {}\nstart: "\\"" A\nA: "a/b" "\\""\n'),
 }
 
