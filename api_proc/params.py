@@ -28,8 +28,7 @@ def sampling_params(
 
     `bad_words` are those of the body as token ids.
     """
-    suppressed = [] if body.allowed_token_ids is not None else defaults.suppress_tokens
-    banned = [[token_id] for token_id in suppressed if token_id < vocab_size]
+    suppressed = defaults.suppressed(vocab_size, body.allowed_token_ids)
     num_logprobs = body.num_logprobs
     if num_logprobs is None and body.num_sequences > (body.n or 1):
         num_logprobs = 0  # the best ones are found by them
@@ -51,7 +50,7 @@ def sampling_params(
         logprobs=None if num_logprobs is None else min(num_logprobs, MAX_LOGPROBS),
         prompt_logprobs=body.num_prompt_logprobs,
         allowed_token_ids=body.allowed_token_ids,
-        bad_words=[*(bad_words or []), *banned],
+        bad_words=[*(bad_words or []), *as_bad_words(suppressed)],
         logprob_token_ids=body.logprob_token_ids or [],
         grammar=grammar,
         repetition_detection=None if detection is None else detection.resolved(),
@@ -71,6 +70,11 @@ def bad_word_ids(words: list[str], tokenizer: TextTokenizer) -> list[list[int]]:
         plain, spaced = (tokenizer.encode(before + word.lstrip(), options) for before in ("", " "))
         sequences += [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
     return [sequence for sequence in sequences if sequence]
+
+
+def as_bad_words(token_ids: list[int]) -> list[list[int]]:
+    """Return the bad words that ban these tokens."""
+    return [[token_id] for token_id in token_ids]
 
 
 def nth_seed(seed: int, i: int) -> int:

@@ -8,8 +8,9 @@ import msgspec
 from msgspec import Meta
 
 from api_proc.llm.outputs import Logprob, candidates
+from api_proc.llm.prompts import invalid
 from api_proc.llm.sampling import convert_fields
-from api_proc.openai.beam_search import LengthPenalty
+from api_proc.openai.beam_search import LengthPenalty, too_many_beams
 from api_proc.params import room_for_output
 from api_proc.text.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchOptions
 from api_proc.text.output_sequence import Prompt
@@ -36,7 +37,15 @@ class BeamSearchParams(msgspec.Struct):
         if self.temperature not in (0.0, 1.0):
             raise ValueError(f"temperature: must be 0 or 1; got {self.temperature}")
 
-    def options(self, facts: ModelFacts, num_prompt_tokens: int) -> BeamSearchOptions:
+    def check(self, suppressed_token_ids: list[int]) -> None:
+        """Raise InvalidRequest if a checkpoint that suppresses these tokens permits fewer beams."""
+        reason = too_many_beams(self.beam_width, len(set(suppressed_token_ids)))
+        if reason is not None:
+            raise invalid("beam_width", reason)
+
+    def options(
+        self, facts: ModelFacts, num_prompt_tokens: int, suppressed_token_ids: list[int]
+    ) -> BeamSearchOptions:
         """Return the options of a search after a prompt; it ends where the context is full."""
         return BeamSearchOptions(
             beam_width=self.beam_width,
@@ -44,6 +53,7 @@ class BeamSearchParams(msgspec.Struct):
             eos_token_ids=frozenset() if self.ignore_eos else frozenset(facts.eos_token_ids),
             length_penalty=self.length_penalty,
             early_stopping=self.early_stopping,
+            suppressed_token_ids=frozenset(suppressed_token_ids),
         )
 
 

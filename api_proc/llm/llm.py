@@ -324,6 +324,7 @@ class LLM:
     ) -> list[BeamSearchOutput]:
         """Return the best continuations of prompts, in their order; errors as `generate`."""
         items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
+        self._engine.check_beam_search(params)
         each = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens)
 
         def request(i: int, prompt: Prompt) -> PromptRequest:

@@ -10,7 +10,7 @@ import msgspec
 from api_proc.bodies import RepetitionDetection, ThinkingTokenBudget
 from api_proc.errors import ApiError
 from api_proc.openai.structured import ResponseFormat, Schema, StructuredOutputs, grammar_of
-from api_proc.params import bad_word_ids, nth_seed, room_for_output
+from api_proc.params import as_bad_words, bad_word_ids, nth_seed, room_for_output
 from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import TextTokenizer
 from protocol import sampling
@@ -127,16 +127,11 @@ _HINTS = typing.get_type_hints(SamplingParams, include_extras=True)
 del _HINTS["output_kind"]
 
 
-_SUPPRESSED = -100.0
-"""The bias of tokens that a checkpoint never samples."""
-
-
-def with_defaults(defaults: SamplingDefaults, vocab_size: int) -> SamplingParams:
+def with_defaults(defaults: SamplingDefaults) -> SamplingParams:
     """Return the parameters of a prompt without any: those of the checkpoint."""
     values = msgspec.structs.asdict(defaults)
-    suppressed = [one for one in values.pop("suppress_tokens") if one < vocab_size]
-    bias = dict.fromkeys(suppressed, _SUPPRESSED) if suppressed else None
-    return SamplingParams(**values, logit_bias=bias)
+    del values["suppress_tokens"]  # `resolved` bans them, whatever the parameters
+    return SamplingParams(**values)
 
 
 def resolved(
@@ -145,12 +140,14 @@ def resolved(
     tokenizer: TextTokenizer,
     num_prompt_tokens: int,
     *,
+    defaults: SamplingDefaults,
     seed: int,
     index: int,
     budget: sampling.ThinkingBudget | None = None,
 ) -> sampling.SamplingParams:
     """Return the parameters of one sequence for the engine; `seed` where `params` has none."""
     max_tokens = params.max_tokens
+    suppressed = defaults.suppressed(facts.vocab_size, params.allowed_token_ids)
     if max_tokens is None:
         max_tokens = max(1, room_for_output(facts, num_prompt_tokens))
     return sampling.SamplingParams(
@@ -170,7 +167,7 @@ def resolved(
         logprobs=params.logprobs,
         prompt_logprobs=None if index else params.prompt_logprobs,  # the prompt is the same
         allowed_token_ids=params.allowed_token_ids,
-        bad_words=bad_word_ids(params.bad_words or [], tokenizer),
+        bad_words=[*bad_word_ids(params.bad_words or [], tokenizer), *as_bad_words(suppressed)],
         logprob_token_ids=params.logprob_token_ids or [],
         grammar=params.grammar(),
         repetition_detection=params.detection(),

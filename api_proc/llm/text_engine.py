@@ -84,7 +84,7 @@ class TextEngine:
         return self._facts
 
     def default_params(self) -> SamplingParams:
-        return with_defaults(self.text.defaults, self.facts.vocab_size)
+        return with_defaults(self.text.defaults)
 
     def metrics(self) -> list[Metric]:
         return metrics_of(self.engine.stats(), self._config.model.shown_model)
@@ -178,6 +178,7 @@ class TextEngine:
             self.facts,
             self.text.tokenizer,
             len(token_ids),
+            defaults=self.text.defaults,
             seed=request.seed,
             index=index,
             budget=budget,
@@ -220,6 +221,14 @@ class TextEngine:
         text = "the request has ended without its vector"
         raise failure_of(RequestError(ErrorCode.INTERNAL, text))
 
+    def check_beam_search(self, params: BeamSearchParams) -> None:
+        """Raise InvalidRequest for a search that the checkpoint does not permit."""
+        params.check(self._suppressed)
+
+    @property
+    def _suppressed(self) -> list[int]:
+        return self.text.defaults.suppressed(self.facts.vocab_size, None)
+
     async def beam_search(
         self, params: BeamSearchParams, request: PromptRequest
     ) -> BeamSearchOutput:
@@ -232,7 +241,7 @@ class TextEngine:
             )
 
         prompt, tokenizer = request.prompt, self.text.tokenizer
-        options = params.options(self.facts, len(prompt.token_ids))
+        options = params.options(self.facts, len(prompt.token_ids), self._suppressed)
         found = await beam_search(submit, options)
         return BeamSearchOutput([sequence_of(beam, prompt, tokenizer) for beam in found.beams])
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Protocol
 from msgspec import Meta
 
 from api_proc.errors import invalid
-from api_proc.text.beam_search import MAX_BEAM_WIDTH, BeamSearchOptions
+from api_proc.text.beam_search import MAX_BEAM_WIDTH, BeamSearchOptions, max_beam_width
 
 LengthPenalty = Annotated[float, Meta(ge=-10.0, le=10.0)]
 
@@ -69,9 +69,14 @@ def check_beam_search(body: Searched) -> None:
         raise invalid("echo", "with logprobs cannot be combined with use_beam_search")
 
 
-def search_options(body: Searched, max_tokens: int, eos_token_ids: list[int]) -> BeamSearchOptions:
-    """Return the options of a checked body."""
+def search_options(
+    body: Searched, max_tokens: int, eos_token_ids: list[int], suppressed_token_ids: list[int]
+) -> BeamSearchOptions:
+    """Return the options of a checked body; ApiError: the checkpoint permits fewer beams."""
     own = frozenset(body.stop_token_ids or ())
+    suppressed = frozenset(suppressed_token_ids)
+    if (reason := too_many_beams(body.n or 1, len(suppressed))) is not None:
+        raise invalid("n", reason)
     return BeamSearchOptions(
         beam_width=body.n or 1,
         max_tokens=max_tokens,
@@ -80,4 +85,18 @@ def search_options(body: Searched, max_tokens: int, eos_token_ids: list[int]) ->
         length_penalty=1.0 if body.length_penalty is None else body.length_penalty,
         early_stopping=bool(body.early_stopping),
         num_logprobs=body.num_logprobs or 0,
+        suppressed_token_ids=suppressed,
+    )
+
+
+def too_many_beams(num_beams: int, num_suppressed: int) -> str | None:
+    """Return why a checkpoint that suppresses tokens excludes this number of beams, or None."""
+    limit = max_beam_width(num_suppressed)
+    if num_beams <= limit:
+        return None
+    if limit < 1:
+        return f"beam search is not possible: the checkpoint suppresses {num_suppressed} tokens"
+    return (
+        f"is {num_beams} beams, more than {limit} for a checkpoint that suppresses "
+        f"{num_suppressed} tokens"
     )

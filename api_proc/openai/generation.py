@@ -280,7 +280,8 @@ class Generation:
                 failure.is_refusal = not token_ids  # a search that has begun was accepted
                 raise
 
-        options = search_options(self._body, params.max_tokens, facts.eos_token_ids)
+        suppressed = self._state.text.defaults.suppressed(facts.vocab_size, None)
+        options = search_options(self._body, params.max_tokens, facts.eos_token_ids, suppressed)
         for stream in BeamSearch(submit, options).streams:
             self._streams.append(stream)
             self._add(stream, prompt_token_ids, params)

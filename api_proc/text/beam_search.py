@@ -37,6 +37,16 @@ class BeamSearchOptions(NamedTuple):
     """Stop once `beam_width` beams have ended; otherwise continue until none can improve."""
     num_logprobs: int = 0
     """Number of candidates to return at each position."""
+    suppressed_token_ids: frozenset[int] = frozenset()
+    """Tokens that no beam contains; `max_beam_width` depends on their number."""
+
+
+def max_beam_width(num_suppressed: int) -> int:
+    """Return how many beams can be searched if a step's candidates may include these tokens.
+
+    Enough other candidates remain even if all suppressed tokens are among the most likely ones.
+    """
+    return (MAX_LOGPROBS - num_suppressed) // 2
 
 
 class Beam(NamedTuple):
@@ -63,7 +73,7 @@ class BeamSearchResult(NamedTuple):
 async def beam_search(submit: Submit, options: BeamSearchOptions) -> BeamSearchResult:
     """Return the best beams; RequestFailed: one of the requests has failed."""
     width, penalty = options.beam_width, options.length_penalty
-    num_candidates = 2 * width
+    num_candidates = 2 * width + len(options.suppressed_token_ids)
     params = SamplingParams(
         max_tokens=1, temperature=0.0, logprobs=max(num_candidates, options.num_logprobs)
     )
@@ -78,7 +88,7 @@ async def beam_search(submit: Submit, options: BeamSearchOptions) -> BeamSearchR
             _Candidate(beam, entry, place)
             for beam, output in zip(beams, outputs, strict=True)
             for entry in output.logprobs or ()
-            for place in range(min(num_candidates, len(entry.top_ids)))
+            for place in _places(entry, options)
         ]
         candidates.sort(key=lambda candidate: -candidate.cumulative_logprob)
         ends = options.eos_token_ids | options.stop_token_ids
@@ -108,6 +118,13 @@ class _Candidate(NamedTuple):
     @property
     def cumulative_logprob(self) -> float:
         return self.beam.cumulative_logprob + self.entry.top_logprobs[self.place]
+
+
+def _places(entry: TokenLogprobs, options: BeamSearchOptions) -> list[int]:
+    """Return the places of the tokens that may follow a beam, the most likely first."""
+    suppressed = options.suppressed_token_ids
+    places = [i for i, token_id in enumerate(entry.top_ids) if token_id not in suppressed]
+    return places[: 2 * options.beam_width]
 
 
 async def _step(submit: Submit, beams: list[Beam], params: SamplingParams) -> list[RequestOutput]:

@@ -34,6 +34,12 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     suppress_tokens: SuppressedTokens = []
     """Tokens that are never sampled, unless a request states which ones may be."""
 
+    def suppressed(self, vocab_size: int, allowed: list[int] | None) -> list[int]:
+        """Return the tokens that are never sampled in a request with these allowed tokens."""
+        if allowed is not None:
+            return []
+        return [token_id for token_id in self.suppress_tokens if token_id < vocab_size]
+
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the object in a file, or an empty one if the file does not exist."""

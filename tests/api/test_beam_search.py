@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
+from api_proc.llm import BeamSearchParams
 from api_proc.text.beam_search import (
     Beam,
     BeamSearch,
@@ -17,6 +18,7 @@ from api_proc.text.beam_search import (
     BeamSearchResult,
     beam_search,
 )
+from api_proc.text.checkpoint import SamplingDefaults
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import InvalidRequest, Overloaded, RequestFailed
 from protocol.core_worker import TokenLogprobs
@@ -164,6 +166,21 @@ def test_early_stopping_ends_at_as_many_beams_as_the_width() -> None:
         search(full, wanted)
         assert all(beam.finish_reason is FinishReason.STOP for beam in found)
         assert early.num_steps < full.num_steps
+
+
+def test_a_search_without_some_tokens_is_that_of_the_other_tokens() -> None:
+    """Most of the suppressed tokens are among the most likely ones somewhere."""
+    for seed in range(20):
+        model = TinyModel(seed, vocab_size=9)
+        wanted = options(beam_width=2, suppressed_token_ids={3, 4, 5})
+        found = search(model, wanted)
+
+        def other_tokens(token_ids: list[int], model: TinyModel = model) -> list[float]:
+            logprobs = TinyModel.logprobs(model, token_ids)
+            return [-math.inf if i in {3, 4, 5} else logprobs[i] for i in range(9)]
+
+        model.logprobs = other_tokens  # type: ignore[method-assign]
+        assert [tuple(beam.token_ids) for beam in found.beams] == plain_search(model, wanted)
 
 
 def test_ends_and_candidates() -> None:
@@ -315,6 +332,27 @@ def test_a_client_that_leaves_and_a_deadline_end_the_search(live: LiveServer) ->
         httpx.post(live.url + COMPLETIONS, json=body, timeout=0.3)
     wait_until(lambda: not live.client.num_open_requests)
     wait_until(lambda: len(live.state.open_requests) == 0)
+
+
+def test_suppressed_tokens_of_the_checkpoint_are_in_no_beam(live: LiveServer) -> None:
+    """The likeliest token after "a" is "b", and "d" after "c"."""
+    suppressed = [FIRST_BYTE_ID + ord(letter) for letter in "bd"]
+    live.state.text.defaults = SamplingDefaults(suppress_tokens=suppressed)
+    body = {"prompt": "a", "use_beam_search": True, "n": 2, "max_tokens": 3}
+    choices = httpx.post(live.url + COMPLETIONS, json=body).json()["choices"]
+    assert choices[0]["text"] == "cef"
+    assert {*"bd"}.isdisjoint("".join(choice["text"] for choice in choices))
+    response = httpx.post(live.url + COMPLETIONS, json=body | {"n": 10})
+    assert response.status_code == 400
+    assert response.json()["error"]["message"] == (
+        "n: is 10 beams, more than 9 for a checkpoint that suppresses 2 tokens"
+    )
+    many = SamplingDefaults(suppress_tokens=list(range(20)))
+    live.state.text.defaults = many
+    response = httpx.post(live.url + COMPLETIONS, json=body)
+    assert "not possible: the checkpoint suppresses 20 tokens" in response.text
+    with pytest.raises(InvalidRequest, match="beam_width: beam search is not possible"):
+        BeamSearchParams(beam_width=2, max_tokens=3).check(many.suppressed(1000, None))
 
 
 def test_what_could_not_run_to_its_end_is_refused_at_once(live: LiveServer) -> None:

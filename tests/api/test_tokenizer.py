@@ -5,19 +5,22 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from api_proc.bodies import CompletionBody
-from api_proc.llm.sampling import with_defaults
-from api_proc.params import sampling_params
+from api_proc.llm import SamplingParams as PythonParams
+from api_proc.llm.sampling import resolved, with_defaults
+from api_proc.params import bad_word_ids, sampling_params
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import chat_templates, read_json, sampling_defaults
 from api_proc.text.processor import TextProcessor
-from api_proc.text.tokenizer import EncodeOptions, HfTokenizer, TooManyTokens
+from api_proc.text.tokenizer import ByteTokenizer, EncodeOptions, HfTokenizer, TooManyTokens
 from protocol.config import ConfigError
 from protocol.config.settings import configure
 from tests.api.conftest import CORPUS, write_json
+from worker_proc.startup.start import null_facts
 
 TEXTS = [*CORPUS[:3], "", " ", "<s>special</s> <|im_start|>", "tab\tnew\nline\r\n", "x" * 300]
 CHATS: list[list[dict[str, Any]]] = [
@@ -212,4 +215,10 @@ def test_suppressed_tokens_of_the_checkpoint_are_banned(tmp_path: Path) -> None:
             body, defaults, max_tokens=1, seed=0, vocab_size=1000, bad_words=[[9, 8]]
         )
         assert params.bad_words == expected
-    assert with_defaults(defaults, 1000).logit_bias == {5: -100.0, 7: -100.0}
+        same = PythonParams(bad_words=["\x01"], allowed_token_ids=allowed)
+        facts = msgspec.structs.replace(null_facts(configure(model="null")), vocab_size=1000)
+        tokenizer = ByteTokenizer()
+        [word] = bad_word_ids(["\x01"], tokenizer)
+        params = resolved(same, facts, tokenizer, 1, defaults=defaults, seed=0, index=0)
+        assert params.bad_words == [word, *expected[1:]]
+    assert with_defaults(defaults) == PythonParams()

@@ -21,6 +21,7 @@ from api_proc.llm import (
 from api_proc.llm.metrics import Counter, Gauge
 from api_proc.llm.sampling import resolved
 from api_proc.llm.settings import engine_config
+from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import FIRST_BYTE_ID, ByteTokenizer
 from protocol.client.errors import InvalidRequest
 from protocol.config import Dtype
@@ -152,7 +153,9 @@ def test_output_is_confined(llm: LLM) -> None:
 def test_tokens_and_words_reach_the_engine() -> None:
     params = SamplingParams(bad_words=["no"], allowed_token_ids=[77], logprob_token_ids=[99])
     facts, tokenizer = null_facts(configure(model="null")), ByteTokenizer()
-    engine_params = resolved(params, facts, tokenizer, 3, seed=0, index=0)
+    engine_params = resolved(
+        params, facts, tokenizer, 3, defaults=SamplingDefaults(), seed=0, index=0
+    )
     assert engine_params.bad_words == [[FIRST_BYTE_ID + byte for byte in b"no"]]
     assert (engine_params.allowed_token_ids, engine_params.logprob_token_ids) == ([77], [99])
 
@@ -267,7 +270,9 @@ def test_what_concerns_the_prompt_is_asked_for_once(llm: LLM) -> None:
     params = SamplingParams(n=3, prompt_logprobs=2)
     facts, tokenizer = null_facts(configure(model="null")), ByteTokenizer()
     asked = [
-        resolved(params, facts, tokenizer, 5, seed=1, index=index).prompt_logprobs
+        resolved(
+            params, facts, tokenizer, 5, defaults=SamplingDefaults(), seed=1, index=index
+        ).prompt_logprobs
         for index in range(3)
     ]
     assert asked == [2, None, None]
