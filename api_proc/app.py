@@ -24,6 +24,7 @@ from api_proc.anthropic.routes import MESSAGES, count_tokens
 from api_proc.errors import ApiError, internal
 from api_proc.http.access_log import AccessLogger, AccessLogMiddleware
 from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
+from api_proc.http.foreign_routes import instead_of
 from api_proc.http.middleware import (
     OPEN_PATHS,
     AuthMiddleware,
@@ -229,6 +230,8 @@ def _hint(method: str, path: str) -> str:
         methods.setdefault(known, []).append(each)
     plain = _SLASHES.sub("/", path[:_MAX_COMPARED]).rstrip("/").replace("/v1/v1/", "/v1/")
     found = [known for known in (plain, f"/v1{plain}") if known in methods]
+    if not found and (instead := instead_of(plain)) is not None:
+        return instead
     if not found and len(path) <= _MAX_COMPARED:
         found = get_close_matches(plain, methods, n=1, cutoff=0.85)
     if not found:

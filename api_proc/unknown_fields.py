@@ -51,7 +51,19 @@ FOREIGN = {
     "images": "",
     "image_data": "",
     "system": "messages",
+    "echo": "",
+    "truncation_side": "",
+    "kv_transfer_params": "",
+    "ec_transfer_params": "",
+    "vllm_xargs": "",
+    "watermarking": "",
 }
+_NEUTRAL = {
+    "echo": b"false",
+    "truncation_side": b'"left"',
+    "watermarking": b"false",
+}
+"""Values that ask for what this server does anyway."""
 # OpenAI's names for what concerns its own service only.
 WITHOUT_EFFECT = frozenset(
     {
@@ -59,7 +71,6 @@ WITHOUT_EFFECT = frozenset(
         *("prompt_cache_key", "prompt_cache_retention"),
     }
 )
-_UNSET_VALUES = frozenset({b"null"})
 
 log = logging.getLogger("troika.api")
 
@@ -106,6 +117,6 @@ def refuse_foreign(raw: bytes, names: list[str], foreign: Mapping[str, str]) -> 
         return
     values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     for name in found:
-        if bytes(values[name]).strip() not in _UNSET_VALUES:
+        if bytes(values[name]).strip() not in {b"null", _NEUTRAL.get(name)}:
             hint = f"; use {foreign[name]}" if foreign[name] else ""
             raise unsupported(name, f"is not supported{hint}")

@@ -91,6 +91,8 @@ class PromptBody(msgspec.Struct, kw_only=True):
     cache_control: CacheControl = None
     context_management: ContextManagement | None = None
     speed: Literal["standard"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    """vLLM's field: variables of the chat template, after those that `thinking` sets."""
     mcp_servers: Unsupported = UNSET
 
 
@@ -110,5 +112,7 @@ class MessagesBody(PromptBody, kw_only=True):
     top_k: sampling.TopK | None = None
     metadata: Metadata | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
+    cache_salt: sampling.CacheSalt | None = None
+    """vLLM's field: separates the cached prefixes of its users."""
     container: Unsupported = UNSET
     inference_geo: Unsupported = UNSET

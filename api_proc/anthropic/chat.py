@@ -75,6 +75,7 @@ def chat_of(body: MessagesBody) -> MessagesChat:
         top_p=body.top_p,
         top_k=body.top_k,
         user=_tenant(user_id),
+        cache_salt=body.cache_salt,
     )
 
 
@@ -100,6 +101,7 @@ def prompt_of(body: PromptBody) -> MessagesChat:
         if form is None
         else ResponseFormat("json_schema", json_schema=JsonSchema(form.schema)),
         json_schema=None if body.output_format is None else body.output_format.schema,
+        chat_template_kwargs=body.chat_template_kwargs,
         **_reasoning(body.thinking),
     )
 

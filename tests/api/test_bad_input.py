@@ -1,11 +1,13 @@
 """Every bad input is rejected with the right status and the name of the field."""
 
 import json
+import re
 from typing import Any
 
 import httpx
 import pytest
 
+from api_proc.http.foreign_routes import INSTEAD
 from tests.api.fake_engine import LiveServer
 
 COMPLETIONS = "/v1/completions"
@@ -289,7 +291,10 @@ def test_the_error_of_an_unsupported_field_names_what_to_use(
         ("/v1/v1//chat/completions/", "did you mean POST /v1/chat/completions?"),
         ("/v1/chat/completion", "did you mean POST /v1/chat/completions?"),
         ("/models", "did you mean GET /v1/models?"),
-        ("/v1/images/generations", "GET /docs lists the routes"),
+        ("/v1/images/generations", "this server lacks it; only text is supported"),
+        ("/api/chat", "this server lacks it; use POST /v1/chat/completions"),
+        ("/completion/", "this server lacks it; use POST /v1/completions"),
+        ("/v1/x/generations", "GET /docs lists the routes"),
         ("/" + "x/" * 20_000, "GET /docs lists the routes"),
     ],
 )
@@ -299,6 +304,16 @@ def test_the_error_of_an_unknown_path_names_a_similar_one(
     response = http.post(path)
     check_error(response, 404, None, "not_found")
     assert response.json()["error"]["message"] == f"Not Found: POST {path}; {hint}"
+
+
+def test_routes_that_are_used_instead_exist(http: httpx.Client) -> None:
+    document = http.get("/openapi.json").json()["paths"]
+    known = {f"{method.upper()} {path}" for path, methods in document.items() for method in methods}
+    named = set()
+    for path, instead in INSTEAD.items():
+        assert path not in document
+        named |= {*re.findall(r"(?:GET|POST) /[\w/-]+", instead)}
+    assert named - {"POST /sleep", "POST /reset_prefix_cache"} <= known
 
 
 @pytest.mark.parametrize(

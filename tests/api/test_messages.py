@@ -249,6 +249,25 @@ def test_a_conversation_has_the_prompt_of_the_same_chat(
     assert first.prompt_token_ids == second.prompt_token_ids
 
 
+def test_a_template_gets_further_variables_and_a_salt_separates_prefixes(
+    make_server: MakeServer, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "name.jinja").write_text("{{ enable_thinking }}{{ name }}")
+    facts = ModelFacts("x", 400, 100_000, 16, 10_000, [1])
+    options = {"model": str(checkpoint), "chat_template": str(tmp_path / "name.jinja")}
+    live = make_server(FakeClient(facts), served_model_name=["null"], **options)
+    fields = {"chat_template_kwargs": {"name": "Rome"}}
+    response = post(live, max_tokens=2, cache_salt="gold", **fields)
+    assert response.status_code == 200, response.text
+    [add] = live.client.requests
+    assert add.cache_salt == "gold"
+    prompt = live.state.text.tokenizer.decode(add.prompt_token_ids, skip_special_tokens=True)
+    assert prompt == "FalseRome"
+    assert post(live, COUNT, **fields).json()["input_tokens"] == len(add.prompt_token_ids)
+    refused = post(live, chat_template_kwargs={"tokenize": True}).json()["error"]
+    assert refused["param"] == "chat_template_kwargs.tokenize"
+
+
 def test_a_template_may_reject_instructions_that_are_not_at_the_beginning(
     make_server: MakeServer, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -113,6 +113,16 @@ def test_other_servers_names_are_refused(http: httpx.Client, name: str) -> None:
             assert post(http, path, **{name: None}).status_code == 200
 
 
+def test_values_that_ask_for_what_happens_anyway_are_accepted(http: httpx.Client) -> None:
+    fields = {"truncation_side": "left", "watermarking": False}
+    assert post(http, CHAT, echo=False).status_code == 200
+    for path in GENERATING:
+        assert post(http, path, **fields).status_code == 200
+        response = post(http, path, **fields | {"truncation_side": "right"})
+        error = response.json()["error"]
+        assert (response.status_code, error["param"]) == (400, "truncation_side")
+
+
 def test_the_template_is_the_servers_own(http: httpx.Client) -> None:
     """Ids and texts of another template would not be those of a chat."""
     for path, name in itertools.product(
