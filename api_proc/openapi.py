@@ -35,7 +35,7 @@ from api_proc.responses.events import ResponseEvent
 from api_proc.responses.objects import Deleted, InputTokens, Response
 from api_proc.responses.routes import MAX_LISTED, ItemList
 from api_proc.state import ApiState
-from protocol.version import version
+from protocol.process.version import version
 
 
 class Error(msgspec.Struct):

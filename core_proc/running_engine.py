@@ -31,7 +31,6 @@ from protocol.api_core import (
     RequestError,
     RequestOutput,
     StepOutputs,
-    validate_request,
 )
 from protocol.config import EngineConfig
 from protocol.core_worker import (
@@ -48,6 +47,7 @@ from protocol.core_worker import (
 )
 from protocol.message import MAX_TEXT
 from protocol.process.turns import Account
+from protocol.request_validation import validate_request
 
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never reaches it."""

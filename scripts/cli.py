@@ -4,7 +4,7 @@ import difflib
 import importlib
 import sys
 
-from protocol.version import version
+from protocol.process.version import version
 
 _MODULES = {
     "serve": "supervisor.__main__",

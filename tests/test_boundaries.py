@@ -55,10 +55,10 @@ STATE_MACHINES = {
     "core_proc": [
         *("engine", "invariants", "options", "pausing", "policy", "request", "scheduler"),
         *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/state_blocks"),
-        *("kv/load_costs", "kv/offload", "kv/remote_blocks", "kv/swap"),
+        *("kv/load_costs", "kv/offload", "kv/prefix_lookup", "kv/remote_blocks", "kv/swap"),
         *("links/adapters", "links/event_log", "links/grammars", "links/owners"),
         *("links/workers",),
-        *("recovery/quarantine",),
+        *("recovery/quarantine", "recovery/rejections"),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
         *("scheduling/draft_limits", "scheduling/speculation", "scheduling/step_costs"),
         *("scheduling/prompt_budget",),
@@ -67,7 +67,7 @@ STATE_MACHINES = {
     ],
     "worker_proc": ["kv/kv_groups", "kv/null_states", "mirror", "null_runner", "runner", "shim"],
     "protocol": [
-        *("api_core", "core_worker", "kv_events", "message", "sampling"),
+        *("api_core", "core_worker", "kv_events", "message", "request_validation", "sampling"),
         *("client/controls", "client/ledger"),
         *("config/engine_config", "config/settings", "transport/frame_sequence"),
     ],

@@ -9,7 +9,7 @@ from api_proc.http.connection import Connection
 from api_proc.openai.objects import encode
 from api_proc.peers.sums import sum_of_gauges
 from api_proc.state import ApiState
-from protocol.version import version
+from protocol.process.version import version
 
 
 class ModelCard(msgspec.Struct, kw_only=True):

@@ -7,10 +7,11 @@ other requests does this beforehand, slice by slice, which leaves only a few cop
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from protocol.api_core import PACKED_FROM_TOKENS, outside_vocabulary
+from protocol.api_core import PACKED_FROM_TOKENS
 from protocol.client.errors import failure_of
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TOKEN_IDS, has_ids_from, pack_token_ids
+from protocol.request_validation import outside_vocabulary
 
 _SLICE_IDS = 2**15
 """Ids per slice; a slice takes about a millisecond."""

@@ -8,7 +8,6 @@ import random
 from collections.abc import Callable, Sequence
 
 from protocol.adapters import Adapter
-from protocol.api_core import validate_request
 from protocol.client.ledger import Entry
 from protocol.client.packed_prompt import PromptIds
 from protocol.client.prefill import Prefill
@@ -18,6 +17,7 @@ from protocol.client.replica_set import ReplicaSet
 from protocol.client.routing import Candidate, Router
 from protocol.config import RoutingPolicy
 from protocol.core_worker import ModelFacts
+from protocol.request_validation import validate_request
 
 
 class Placement:

@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.hf_api import RepoFile
 
 from protocol.config.sentence_modules import pooling_files
-from protocol.version import version
+from protocol.process.version import version
 from scripts.hub.failures import hub_address, why_not_fetched, why_unreachable
 from scripts.hub.messages import Fetching, Found, Line, Note, Refusal
 from scripts.hub.remote_headers import fetched_headers

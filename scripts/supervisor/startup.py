@@ -22,7 +22,7 @@ from protocol.config.choices import AttentionName, Device
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu
 from protocol.config.lora_modules import parse_lora_module
 from protocol.process.launch import failure_file
-from protocol.version import version
+from protocol.process.version import version
 from scripts.supervisor.help_pages import help_text
 from scripts.supervisor.model_names import resolve
 

@@ -14,7 +14,7 @@ from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
 from protocol.config.settings import configure
 from protocol.lifecycle import HEALTH_HOLDS_S, REPEAT_S, Health
-from protocol.version import version
+from protocol.process.version import version
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, ids_of, wait_until
 

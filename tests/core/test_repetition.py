@@ -8,8 +8,9 @@ import pytest
 
 from core_proc.request import RequestStatus
 from core_proc.scheduling.repetition import ends_in_repetition, first_length
-from protocol.api_core import AddRequest, validate_request
+from protocol.api_core import AddRequest
 from protocol.core_worker import ModelFacts
+from protocol.request_validation import validate_request
 from protocol.sampling import MAX_REPEATED_TOKENS, RepetitionDetection, SamplingParams
 from tests.core.harness import EOS, Harness
 

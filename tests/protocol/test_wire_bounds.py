@@ -6,9 +6,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.api_core import AddRequest, decode_from_client, validate_request
+from protocol.api_core import AddRequest, decode_from_client
 from protocol.core_worker import ModelFacts
 from protocol.message import ProtocolError, encode
+from protocol.request_validation import validate_request
 from protocol.sampling import SamplingParams
 from tests.api.test_bad_input import COMPLETIONS, ROWS
 

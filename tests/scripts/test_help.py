@@ -9,7 +9,7 @@ import pytest
 from protocol.config import EngineConfig
 from protocol.config.settings import settings
 from protocol.process.status import StatusLink
-from protocol.version import version
+from protocol.process.version import version
 from scripts import cli, keys, restart, status
 from scripts.supervisor import startup
 

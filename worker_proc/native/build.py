@@ -40,7 +40,7 @@ COMPILE_TIMEOUT_S = 600.0
 _LOCK_PAUSE_S = 0.05
 _SCRATCH = "compiling-"
 PREBUILT = _HERE / "prebuilt"
-"""Where a wheel has the libraries of all targets."""
+"""The directory in which a wheel has the libraries of all targets."""
 
 
 class Target(NamedTuple):
@@ -49,7 +49,7 @@ class Target(NamedTuple):
     name: str
     flags: tuple[str, ...]
     needs: frozenset[str]
-    """What /proc/cpuinfo names of them."""
+    """The names of these instructions in /proc/cpuinfo."""
 
 
 _X86_64_V3 = frozenset(
@@ -71,8 +71,8 @@ TARGETS = (
     Target("x86-64-v4", ("-march=x86-64-v4",), _X86_64_V4),
     Target("x86-64-v3", ("-march=x86-64-v3",), _X86_64_V3),
 )
-"""The targets of a wheel, the fastest first. Each uses instructions for which the kernels have code
-of their own."""
+"""The targets of a wheel, the fastest first. The kernels have separate code for the instructions of
+each one."""
 
 
 def best_target(description: str) -> Target | None:
@@ -117,7 +117,7 @@ def cache_directory() -> Path:
 
 
 def cpu_description() -> str:
-    """Return what instructions this CPU has."""
+    """Return the line of /proc/cpuinfo that names the instructions of this CPU."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -8,11 +8,11 @@ import torch
 _INT, _LONG = ctypes.c_int32, ctypes.c_int64
 _POINTER = ctypes.c_void_p
 ALL_PUBLISHED = -1
-"""What a wait returns, if it is not the number of a rank that is missing."""
+"""The result of a wait for which no rank is missing."""
 
 
 class ExchangeArgs(ctypes.Structure):
-    """`Exchange` in exchange.h."""
+    """Mirrors `Exchange` of exchange.h."""
 
     _fields_ = (
         ("memory", _POINTER),
@@ -24,7 +24,7 @@ class ExchangeArgs(ctypes.Structure):
 
 
 class _RowsArgs(ctypes.Structure):
-    """`ExchangedRows` in exchange.h."""
+    """Mirrors `ExchangedRows` of exchange.h."""
 
     _fields_ = (
         ("data", _POINTER),
@@ -55,7 +55,7 @@ class NativeExchange:
         self._gather = _bind(library.troika_gather_ranks, None, exchange, rows, _LONG, _POINTER)
 
     def publish(self, rows: torch.Tensor, sequence: int) -> None:
-        """Give the other ranks some rows, of at most a slot's bytes."""
+        """Publish rows, of at most a slot's bytes, to the other ranks."""
         self._publish(ctypes.byref(self.args), _rows_args(rows), sequence)
 
     def wait(self, sequence: int, timeout_ns: int) -> int:
@@ -67,7 +67,7 @@ class NativeExchange:
         return found
 
     def add(self, rows: torch.Tensor, sequence: int) -> None:
-        """Replace rows of float32 or bfloat16 by the sums of all ranks'."""
+        """Replace rows of float32 or bfloat16 by their sums over all ranks."""
         assert rows.dtype in (torch.float32, torch.bfloat16)
         is_bf16 = rows.dtype == torch.bfloat16
         self._add(ctypes.byref(self.args), _rows_args(rows), sequence, is_bf16)

@@ -43,7 +43,7 @@ class _Chunk:
         self._pages = map_memory(num_bytes)
         self._address = ctypes.addressof(ctypes.c_char.from_buffer(self._pages))
         self._written_end = 0
-        """Where pages begin that take no memory."""
+        """The offset after which no page takes memory."""
         self._spans: list[_Span] = []
 
     def take(self, num_bytes: int) -> "ctypes.Array[ctypes.c_char] | None":
@@ -78,9 +78,9 @@ class _Chunk:
 
 
 _lock = threading.RLock()
-"""A tensor may be deleted within any call of its own thread."""
+"""It can be taken again, since a tensor may be deleted within any call of the same thread."""
 _chunks: list["weakref.ref[_Chunk]"] = []
-"""Those for several tensors. Each lasts as long as a tensor in it."""
+"""The mappings for several tensors; each lasts as long as any tensor in it."""
 
 
 def empty(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -111,7 +111,7 @@ def _live_chunks() -> list[_Chunk]:
 
 
 def copy_of(values: torch.Tensor) -> torch.Tensor:
-    """Return values in a tensor of their own, flat and in their order."""
+    """Return a flat copy of the values, in their order."""
     memory = empty(values.numel(), values.dtype)
     memory.view(values.shape).copy_(values)
     return memory

@@ -52,7 +52,7 @@ def projection(weight: PackedWeight, **fields: Any) -> Instruction:
 def embedding(table: "torch.Tensor | PackedWeight", num_tokens: int, **fields: Any) -> Instruction:
     """Return the instruction that makes the rows of tokens, of a table or of a weight's outputs.
 
-    A weight must be in grouped codes, with its inputs in their own order.
+    A weight must be in grouped codes, with its inputs not permuted.
     """
     fields = {"factor": 1.0, "num_outputs": num_tokens, **fields, "kind": Kind.EMBED}
     if isinstance(table, PackedWeight):
@@ -68,7 +68,7 @@ def row_stride(width: int, itemsize: int) -> int:
 
 
 def coded_stride(num_inputs: int) -> int:
-    """Return the bytes between rows of codes."""
+    """Return the bytes between rows of codes for `num_inputs` inputs."""
     tile_inputs = CODES[Format.INT8_FOR_CODES].per_unit * UNIT_STEP
     return _without_alias(_CODED_ROW_BYTES + round_up(num_inputs, tile_inputs))
 

@@ -132,7 +132,7 @@ class NativeLibrary:
         """Whether attention in bfloat16 has kernels for pairs (attention/pair_attention.h)."""
 
     def exchange(self, memory: int, rank: int, num_ranks: int, slot_bytes: int) -> NativeExchange:
-        """Return what exchanges rows with other ranks, over shared memory at an address."""
+        """Return an exchange of rows with other ranks, over shared memory at an address."""
         return NativeExchange(self._library, ExchangeArgs(memory, rank, num_ranks, slot_bytes))
 
     def attend(
@@ -201,7 +201,7 @@ class NativeLibrary:
         return out
 
     def activate(self, hidden: torch.Tensor, activation: Activation) -> torch.Tensor:
-        """Apply an activation to every value."""
+        """Return the activations of `hidden`, of any shape, in its type."""
         rows = _dense_rows(hidden)
         out = torch.empty(hidden.shape, dtype=hidden.dtype)
         self._library.troika_activate(
@@ -235,15 +235,15 @@ class NativeLibrary:
         self._library.troika_scan(ctypes.byref(scan), ctypes.byref(texts))
 
     def selective_scan(self, scan: SelectiveScanArgs, texts: RecurrentTexts) -> None:
-        """Scan the channels of each text, and save the states at its cuts."""
+        """Scan the channels of each text selectively, and save the states at its cuts."""
         self._library.troika_selective_scan(ctypes.byref(scan), ctypes.byref(texts))
 
     def gated_recurrence(self, scan: GatedRecurrenceArgs, texts: RecurrentTexts) -> None:
-        """Scan the channels of each text, and save the states at its cuts."""
+        """Add gated inputs to decayed states in each text, and save the states at its cuts."""
         self._library.troika_gated_recurrence(ctypes.byref(scan), ctypes.byref(texts))
 
     def weighted_average(self, scan: WeightedAverageArgs, texts: RecurrentTexts) -> None:
-        """Scan the channels of each text, and save the states at its cuts."""
+        """Average the values of each text by weight, and save the states at its cuts."""
         self._library.troika_weighted_average(ctypes.byref(scan), ctypes.byref(texts))
 
     def pack(
@@ -505,7 +505,7 @@ def load_library() -> NativeLibrary | None:
 
 
 def _outside(weight: PackedWeight) -> PackedWeight:
-    """Return a copy that is not in huge pages."""
+    """Return a copy of a weight in ordinary pages."""
     scales = None if weight.scales is None else weight.scales.clone()
     return weight._replace(panels=weight.panels.clone(), scales=scales)
 

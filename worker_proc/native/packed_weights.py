@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 PANEL_OUTPUTS = 32
-"""The outputs of a pair of panels."""
+"""Number of outputs of a pair of panels."""
 UNIT_STEP = 16
 """The number of units of a packed weight is a multiple of this."""
 
@@ -65,16 +65,16 @@ class Grouping(NamedTuple):
     """Zero points, uint8, in the layout of the scales; None: all are `zero`."""
     zero: int
     num_inputs: int
-    """The inputs of a group: 16, or a multiple of 32."""
+    """Number of inputs of a group: 16, or a multiple of 32."""
     order: torch.Tensor | None = None
     """int32, `[num_inputs]`: the input at each index of the packed weight."""
     minimums: torch.Tensor | None = None
-    """Added after the scaling, instead of zero points; of the type of the scales."""
+    """Numbers added after the scaling instead of zero points, of the type of the scales."""
     scale_units: torch.Tensor | None = None
     """float16, by section: int8 scales are multiples of these."""
     minimum_units: torch.Tensor | None = None
     section_inputs: int = 0
-    """The inputs of a section, a multiple of those of a group."""
+    """Number of inputs of a section, a multiple of that of a group."""
     table: torch.Tensor | None = None
     """float32, `[16]`: the lookup table of GROUPED_TABLE."""
 
@@ -85,7 +85,7 @@ class Grouping(NamedTuple):
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def with_tensors(self, tensors: Mapping[str, Any]) -> "Grouping":
-        """Return a copy with other tensors, by name."""
+        """Return a copy in which `tensors` replace those of the same names."""
         return self._replace(**tensors)
 
 
@@ -138,7 +138,7 @@ class PackedWeight(NamedTuple):
 
 
 def round_up(size: int, part: int) -> int:
-    """Return the next multiple of `part`."""
+    """Return the least multiple of `part` that is not below `size`."""
     return -(-size // part) * part
 
 

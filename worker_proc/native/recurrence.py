@@ -11,7 +11,7 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 class GatedNormArgs(ctypes.Structure):
-    """`GatedNorm` of pointwise.h."""
+    """Mirrors `GatedNorm` of pointwise.h."""
 
     _fields_ = (
         *_fields("rows gates weight out", _POINTER),
@@ -22,7 +22,7 @@ class GatedNormArgs(ctypes.Structure):
 
 
 class RecurrentTexts(ctypes.Structure):
-    """`RecurrentTexts` of recurrent/recurrence.h."""
+    """Mirrors `RecurrentTexts` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("first_row num_rows source cuts cut_row cut_block", _POINTER),
@@ -31,7 +31,7 @@ class RecurrentTexts(ctypes.Structure):
 
 
 class ConvolutionArgs(ctypes.Structure):
-    """`Convolution` of recurrent/recurrence.h."""
+    """Mirrors `Convolution` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("rows windows out weight bias", _POINTER),
@@ -41,7 +41,7 @@ class ConvolutionArgs(ctypes.Structure):
 
 
 class HeadRowsArgs(ctypes.Structure):
-    """`HeadRows` of recurrent/recurrence.h."""
+    """Mirrors `HeadRows` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("rows out", _POINTER),
@@ -52,7 +52,7 @@ class HeadRowsArgs(ctypes.Structure):
 
 
 class ScanArgs(ctypes.Structure):
-    """`Scan` of recurrent/recurrence.h."""
+    """Mirrors `Scan` of recurrent/recurrence.h."""
 
     _fields_ = (
         *_fields("queries keys values decays rates skips states out", _POINTER),
@@ -63,7 +63,7 @@ class ScanArgs(ctypes.Structure):
 
 
 class SelectiveScanArgs(ctypes.Structure):
-    """`SelectiveScan` of recurrent/selective_scan.h."""
+    """Mirrors `SelectiveScan` of recurrent/selective_scan.h."""
 
     _fields_ = (
         *_fields("inputs steps keys queries gates decays skips biases states out", _POINTER),
@@ -73,13 +73,13 @@ class SelectiveScanArgs(ctypes.Structure):
 
 
 class GatedRecurrenceArgs(ctypes.Structure):
-    """`GatedRecurrence` of recurrent/channel_scan.h."""
+    """Mirrors `GatedRecurrence` of recurrent/channel_scan.h."""
 
     _fields_ = (*_fields("inputs decays states out", _POINTER), ("num_channels", _INT))
 
 
 class WeightedAverageArgs(ctypes.Structure):
-    """`WeightedAverage` of recurrent/channel_scan.h."""
+    """Mirrors `WeightedAverage` of recurrent/channel_scan.h."""
 
     _fields_ = (
         *_fields("keys values decays bonuses states out", _POINTER),

@@ -66,7 +66,7 @@ def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
 
 
 class LayerArgs(ctypes.Structure):
-    """`Layer` of step.h."""
+    """Mirrors `Layer` of step.h."""
 
     _fields_ = (
         *_fields("keys values", _POINTER),
@@ -78,7 +78,7 @@ class LayerArgs(ctypes.Structure):
 
 
 class StepArgs(ctypes.Structure):
-    """`Step` of step.h."""
+    """Mirrors `Step` of step.h."""
 
     _fields_ = (
         *_fields("num_rows item_size num_pieces num_splits", _INT),
@@ -89,31 +89,31 @@ class StepArgs(ctypes.Structure):
 
 
 class WholeTextsArgs(ctypes.Structure):
-    """`WholeTexts` of attention/text_attention.h."""
+    """Mirrors `WholeTexts` of attention/text_attention.h."""
 
     _fields_ = (("num_texts", _INT), ("first_rows", _POINTER), ("counts", _POINTER))
 
 
 class RowsArgs(ctypes.Structure):
-    """`Rows` of step.h."""
+    """Mirrors `Rows` of step.h."""
 
     _fields_ = (("data", _POINTER), *_fields("row_stride head_stride", _LONG))
 
 
 class RowTermsArgs(ctypes.Structure):
-    """`RowTerms` of step.h."""
+    """Mirrors `RowTerms` of step.h."""
 
     _fields_ = (("biases", RowsArgs), ("num_distances", _INT), ("sinks", _POINTER))
 
 
 class BufferArgs(ctypes.Structure):
-    """`Buffer` of program.h."""
+    """Mirrors `Buffer` of program.h."""
 
     _fields_ = (("data", _POINTER), ("stride", _LONG))
 
 
 class Instruction(ctypes.Structure):
-    """`Instruction` of program.h."""
+    """Mirrors `Instruction` of program.h."""
 
     _fields_ = (
         *_fields("kind source target size column epilogue activation rounds_first", _INT),
@@ -132,7 +132,7 @@ class Instruction(ctypes.Structure):
 
 
 class ProgramArgs(ctypes.Structure):
-    """`Program` of program.h."""
+    """Mirrors `Program` of program.h."""
 
     _fields_ = (
         ("instructions", _POINTER),
@@ -152,7 +152,7 @@ class ProgramArgs(ctypes.Structure):
 
 
 class RunArgs(ctypes.Structure):
-    """`Run` of program.h."""
+    """Mirrors `Run` of program.h."""
 
     _fields_ = (
         *_fields("buffers steps cosines sines tokens positions kept adaptation exchange", _POINTER),
@@ -161,7 +161,7 @@ class RunArgs(ctypes.Structure):
 
 
 class LowRankArgs(ctypes.Structure):
-    """`LowRank` of products/low_rank.h."""
+    """Mirrors `LowRank` of products/low_rank.h."""
 
     _fields_ = (
         *_fields("down up", _POINTER),
@@ -171,13 +171,13 @@ class LowRankArgs(ctypes.Structure):
 
 
 class AdaptedRowsArgs(ctypes.Structure):
-    """`AdaptedRows` of products/low_rank.h."""
+    """Mirrors `AdaptedRows` of products/low_rank.h."""
 
     _fields_ = (*_fields("rows sites", _POINTER), ("num_rows", _LONG))
 
 
 class AdaptationArgs(ctypes.Structure):
-    """`Adaptation` of products/low_rank.h."""
+    """Mirrors `Adaptation` of products/low_rank.h."""
 
     _fields_ = (
         *_fields("parts inner", _POINTER),
@@ -186,7 +186,7 @@ class AdaptationArgs(ctypes.Structure):
 
 
 class AdaptedSiteArgs(ctypes.Structure):
-    """`AdaptedSite` of products/low_rank.h."""
+    """Mirrors `AdaptedSite` of products/low_rank.h."""
 
     _fields_ = (*_fields("site num_outputs column", _INT),)
 
@@ -200,7 +200,7 @@ class StoredType(enum.IntEnum):
 
 
 class LogitsArgs(ctypes.Structure):
-    """`Logits` of sampling/sampling.cpp."""
+    """Mirrors `Logits` of sampling/sampling.cpp."""
 
     _fields_ = (
         ("data", _POINTER),
@@ -210,17 +210,18 @@ class LogitsArgs(ctypes.Structure):
 
 
 class MasksArgs(ctypes.Structure):
-    """`Masks` of sampling/sampling.cpp."""
+    """Mirrors `Masks` of sampling/sampling.cpp."""
 
     _fields_ = (("words", _POINTER), ("num_words", _INT))
 
 
 SAMPLING_ROW = struct.Struct("=qqddfiiiii")
-"""`Order` of sampling/choice.h: seed, position, min_p, top_p, temperature, top_k, row, mask,
-first edit, number of edits."""
+"""The layout of `Order` in sampling/choice.h: seed, position, min_p, top_p, temperature, top_k,
+row, mask, first edit, number of edits."""
 SCORE_EDIT = struct.Struct("=QQQQiiifff")
-"""`Edit` of sampling/edits.h: addresses of ids, biases, counts and the latest outputs; kind, number
-of ids, number of the latest outputs; penalties for repetition, frequency and presence."""
+"""The layout of `Edit` in sampling/edits.h: addresses of ids, biases, counts and the latest
+outputs; kind, number of ids, number of the latest outputs; penalties for repetition, frequency and
+presence."""
 
 
 class EditKind(enum.IntEnum):
@@ -241,7 +242,7 @@ class ChoiceState(enum.IntEnum):
 
 
 class CompressorArgs(ctypes.Structure):
-    """`Compressor` of attention/compressed_attention.h."""
+    """Mirrors `Compressor` of attention/compressed_attention.h."""
 
     _fields_ = (
         *_fields("biases factors", _POINTER),
@@ -251,7 +252,7 @@ class CompressorArgs(ctypes.Structure):
 
 
 class CompressedLayerArgs(ctypes.Structure):
-    """`CompressedLayer` of attention/compressed_attention.h."""
+    """Mirrors `CompressedLayer` of attention/compressed_attention.h."""
 
     _fields_ = (
         *_fields("rows entries sinks", _POINTER),
@@ -265,7 +266,7 @@ class CompressedLayerArgs(ctypes.Structure):
 
 
 class CompressedRowsArgs(ctypes.Structure):
-    """`CompressedRows` of attention/compressed_attention.h."""
+    """Mirrors `CompressedRows` of attention/compressed_attention.h."""
 
     _fields_ = (
         ("query", RowsArgs),
@@ -276,7 +277,7 @@ class CompressedRowsArgs(ctypes.Structure):
 
 
 class StreamMixingArgs(ctypes.Structure):
-    """`StreamMixing` of stream_mixing.h."""
+    """Mirrors `StreamMixing` of stream_mixing.h."""
 
     _fields_ = (
         *_fields("products streams biases scales gates matrix out", _POINTER),

@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from protocol.config import EngineConfig
-from protocol.version import version
+from protocol.process.version import version
 from worker_proc.loading.prepared import PreparedModel
 
 
