@@ -60,11 +60,19 @@ def section(page: str, begin: str, end: str) -> str:
 def described_by(page: str, name: str) -> str:
     """Return the part of the page that has the fields of a message."""
     if name == "AddRequest":
-        return section(page, "#### AddRequest", "#### Rows")
+        return section(page, "#### AddRequest", "#### EngineStats")
+    if name == "EngineStats":
+        return section(page, "#### EngineStats", "#### Rows")
     if name == "ModelFacts":
         return section(page, "`ModelFacts`, the facts", "A request has one")
     rows: list[str] = re.findall(rf"^\|(?:[^|`]*\|)? `{name}`.*$", page, re.MULTILINE)
     return rows[0]
+
+
+def test_the_page_of_the_protocol_names_each_message() -> None:
+    page, known = PAGE.read_text(), dict(all_fields())
+    messages = {struct.__name__ for struct in structs(Message)} & set(known)
+    assert not {name for name in messages if f"`{name}`" not in page}
 
 
 def test_the_page_of_the_protocol_has_the_fields_of_each_message_in_their_order() -> None:
@@ -72,7 +80,8 @@ def test_the_page_of_the_protocol_has_the_fields_of_each_message_in_their_order(
     known = dict(all_fields())
     names = set(re.findall(r"^\|(?:[^|`]*\|)? `(\w+)`", page, re.MULTILINE)) & set(known)
     assert {"AddRequest", "SchedulerOutput", "Ready", "WorkerDied", "Join"} <= names
-    for name in sorted(names | {"ModelFacts"}):
+    assert {"HaveBlocks", "ReadBlock", "BlocksHad", "BlockContent"} <= names
+    for name in sorted(names | {"ModelFacts", "EngineStats"}):
         text, place = described_by(page, name), 0
         for field in known[name]:
             found = re.compile(rf"\b{field}\b").search(text, place)
