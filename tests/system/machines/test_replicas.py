@@ -157,6 +157,32 @@ def two() -> Iterator[EngineProcesses]:
         yield engine
 
 
+@pytest.fixture(autouse=True)
+def _has_recovered(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fail the test after which the shared engine does not recover, not the next one."""
+    yield
+    if "two" in request.fixturenames:
+        asyncio.run(until_idle(request.getfixturevalue("two")))
+
+
+async def until_idle(engine: EngineProcesses) -> None:
+    """Wait until both replicas have all processes, no request and no used block."""
+
+    def is_idle(client: AsyncEngineClient) -> bool:
+        if not client.serves or client.status is None:
+            return False
+        stats = client.status.stats
+        return not stats.num_running_reqs + stats.num_waiting_reqs + stats.kv_cache_usage
+
+    def are_ready() -> bool:
+        rows = [row for number in range(2) for row in rows_of(engine, number)]
+        return all(row.state is ProcessState.READY for row in rows)
+
+    async with ReplicatedClient(engine.addresses) as client:
+        await until(lambda: all(map(is_idle, client.clients)))
+    await until(are_ready)
+
+
 def replica_rows(engine: EngineProcesses) -> list[ProcessStatus]:
     reply = engine.status()
     assert reply is not None
