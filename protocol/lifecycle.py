@@ -32,6 +32,11 @@ class Role(enum.StrEnum):
     """The supervisor of one of several replicas of the engine."""
 
 
+def process_name(role: Role, rank: int) -> str:
+    """Return the name of a process for users: the first one of a role has no number."""
+    return f"{role} {rank}" if rank else str(role)
+
+
 class ProcessState(enum.StrEnum):
     """The state of a process, as its supervisor sees it."""
 

@@ -118,6 +118,10 @@ class ProtocolError(Exception):
     """A frame that cannot be read: wrong magic, version, shape or content."""
 
 
+class OtherVersion(ProtocolError):
+    """A frame of a program with another version of the protocol."""
+
+
 class DamagedFrame(ProtocolError):
     """A frame was damaged on the way: its length or its checksum is wrong."""
 
@@ -149,7 +153,7 @@ def unpack_header(frame: bytes, body: bytes) -> Header:
     if magic != MAGIC:
         raise ProtocolError(f"header starts with {magic:#06x} instead of {MAGIC:#06x}")
     if version != PROTOCOL_VERSION:
-        raise ProtocolError(f"peer speaks protocol version {version}, this one {PROTOCOL_VERSION}")
+        raise OtherVersion(f"peer speaks protocol {version}, this program {PROTOCOL_VERSION}")
     return Header(epoch, seq, flags)
 
 

@@ -76,7 +76,7 @@ def _run_dirs(run_dir: str, role: Role, replica: int | None) -> list[tuple[str, 
     if role is Role.API:
         return [(run_dir, "")]
     with contextlib.closing(StatusLink(run_dir)) as link:
-        reply, _ = _query(link.query)
+        reply, _ = _query(link, link.query)
     replicas = [row.rank for row in reply.processes if row.role is Role.REPLICA]
     if replica is not None and replica not in replicas:
         raise RestartFailed(f"this engine has no replica {replica}")
@@ -115,24 +115,26 @@ def restart(link: StatusLink, role: Role, timeout_s: float, index: int | None = 
 
 def _ask(link: StatusLink, role: Role, index: int | None) -> None:
     """Request the restart. After a late answer the next one may report that it has begun."""
-    reply, is_repeated = _query(functools.partial(link.restart, role, index=index))
+    reply, is_repeated = _query(link, functools.partial(link.restart, role, index=index))
     has_begun = is_repeated and reply.reason.endswith(ALREADY_REPLACED)
     if not reply.accepted and not has_begun:
         raise RestartFailed(reply.reason)
 
 
-def _query(ask: Callable[[float], T | None]) -> tuple[T, bool]:
+def _query(link: StatusLink, ask: Callable[[float], T | None]) -> tuple[T, bool]:
     """Repeat a query until it is answered: a busy host may be late. Returns whether it was."""
     for number in range(_MAX_QUERIES):
         reply = ask(_ANSWER_TIMEOUT_S)
         if reply is not None:
             return reply, number > 0
+    if link.unreadable:
+        raise RestartFailed(f"the supervisor's answer cannot be read: {link.unreadable}")
     raise RestartFailed("the supervisor does not answer")
 
 
 def _rows(link: StatusLink, role: Role, index: int | None) -> tuple[list[ProcessStatus], bool]:
     """Return the rows of a role by rank, and whether an API process of it has a successor."""
-    reply, _ = _query(link.query)
+    reply, _ = _query(link, link.query)
     rows = [row for row in reply.processes if row.role is role]
     mains = [row for row in rows if not row.is_spare and index in (None, row.rank)]
     if not mains:

@@ -37,8 +37,6 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
     try:
         run_dir = chosen_run_dir(arguments.run_dir)
         reply = _query(run_dir)
-        if reply is None:
-            raise LookupError(f"no supervisor answers in run dir {run_dir}")
         replicas = [row.rank for row in reply.processes if row.role is Role.REPLICA]
         inner = _ask_replicas(run_dir, replicas)
     except (LookupError, ProtocolError, ValueError) as error:
@@ -51,9 +49,15 @@ def main(argv: Sequence[str] | None = None, program: str = "python -m scripts.st
     return 0
 
 
-def _query(run_dir: str, timeout_s: float = TIMEOUT_S) -> StatusReply | None:
+def _query(run_dir: str, timeout_s: float = TIMEOUT_S) -> StatusReply:
+    """Ask the supervisor of a run directory; LookupError: it has not answered, and perhaps why."""
     with contextlib.closing(StatusLink(run_dir)) as link:
-        return link.query(timeout_s)
+        reply = link.query(timeout_s)
+        if reply is not None:
+            return reply
+        if link.unreadable:
+            raise LookupError(f"the answer in run dir {run_dir} cannot be read: {link.unreadable}")
+        raise LookupError(f"no supervisor answers in run dir {run_dir}")
 
 
 def _ask_replicas(run_dir: str, numbers: Sequence[int]) -> Replicas:
@@ -157,10 +161,9 @@ def chosen_run_dir(given: str | None) -> str:
 def _where(run_dir: str) -> str:
     """Return the address in brackets; empty: no answer that can be read."""
     try:
-        reply = _query(run_dir, _CHOICE_TIMEOUT_S)
-    except ProtocolError:  # of another version, perhaps
+        place = _place(_query(run_dir, _CHOICE_TIMEOUT_S))
+    except (LookupError, ProtocolError):  # of another version, perhaps
         return ""
-    place = "" if reply is None else _place(reply)
     return f"   ({place})" if place else ""
 
 

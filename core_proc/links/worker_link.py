@@ -26,7 +26,7 @@ from protocol.core_worker import (
     WorkerToCore,
     decode_from_worker,
 )
-from protocol.lifecycle import DeathCause, Suspect, WorkerDied
+from protocol.lifecycle import DeathCause, Role, Suspect, WorkerDied, process_name
 from protocol.message import ProtocolError, encode
 from protocol.process.failpoints import failpoint
 from protocol.process.progress_page import CoreLoads, CoreMarks, Death, ProgressPage
@@ -219,7 +219,8 @@ class WorkerLink:
     def on_suspect(self, message: Suspect) -> None:
         """Hold back steps from a worker that shows no progress, until it does again."""
         what = "seems to hang: no further steps" if message.for_s else "continues"
-        log.warning("%s %d of epoch %d %s", message.role, message.rank, message.epoch, what)
+        name = process_name(message.role, message.rank)
+        log.warning("%s of epoch %d %s", name, message.epoch, what)
         if message.for_s:
             self._suspects[message.epoch] = self._engine.now + message.for_s
         else:
@@ -234,14 +235,16 @@ class WorkerLink:
     def on_worker_death(self, death: WorkerDied) -> None:
         """Handle the supervisor's report; it may come before or after the loss was noticed here.
 
-        It is repeated for some seconds, so that the successor of a dead core gets it, too.
+        It is repeated for some seconds, so that the successor of a dead core gets it, too. Deaths
+        of workers that only the predecessor has adopted are in its log.
         """
         if death.epoch <= self._last_death:  # it is repeated
             return
         self._last_death = death.epoch
         step = "at rest" if death.step_id is None else f"in step {death.step_id}"
-        text = "worker %d of epoch %d died %s: %s"
-        log.log(_level(death.cause), text, death.rank, death.epoch, step, death.cause)
+        name = process_name(Role.WORKER, death.rank)
+        level = _level(death.cause) if death.epoch in self._adopted else logging.DEBUG
+        log.log(level, "%s of epoch %d died %s: %s", name, death.epoch, step, death.cause)
         peer = self._group.peer_of(death.epoch)
         if peer is not None:
             self.reap([peer])

@@ -6,14 +6,14 @@ import sys
 import msgspec
 
 from protocol.config import EngineConfig, LogFormat, RunConfig
-from protocol.lifecycle import Role
+from protocol.lifecycle import Role, process_name
 
 
 def log_label(role: Role, rank: int, config: EngineConfig) -> str:
     """Return the name of a process in the log."""
     if role is Role.API and config.api.api_server_count > 1:
         return f"{role}-{rank}"
-    name = f"{role} {rank}" if role in (Role.WORKER, Role.ZYGOTE) else str(role)
+    name = process_name(role, rank) if role in (Role.WORKER, Role.ZYGOTE) else str(role)
     return name if config.run.replica is None else f"replica-{config.run.replica} {name}"
 
 

@@ -14,9 +14,10 @@ connecting side can leave the lost state, because it knows which messages must b
 3. The binding side accepts that frame whatever its number, and its next frame has BEGINS too.
 
 Invariants: a frame is delivered at most once and in order; between two BEGINS no frame is missing;
-numbers that a connecting side sends never go back. On the lifecycle link each message is complete
-in itself and repeated by its sender, so gaps are ignored there and only damaged and repeated
-frames are dropped.
+numbers that a connecting side sends never go back. A frame of another version of the protocol is
+answered with a BEAT by the binding side, so that both ends can report both versions. On the
+lifecycle link each message is complete in itself and repeated by its sender, so gaps are ignored
+there and only damaged and repeated frames are dropped.
 
 Callers must keep this order: after a wake-up, `link_events` before `drain`, because a reconnection
 discards unread frames; `drain` after every send, because the descriptor is edge-triggered and a
@@ -39,6 +40,7 @@ from protocol.message import (
     NO_EPOCH,
     DamagedFrame,
     Header,
+    OtherVersion,
     ProtocolError,
     pack_header,
     unpack_header,
@@ -202,6 +204,8 @@ class _Channel:
                 self._on_loss(peer)
             except ProtocolError as problem:
                 self.count_bad_frame(peer, str(problem))
+                if isinstance(problem, OtherVersion):
+                    self._on_other_version(peer)
             else:
                 if self._is_message(peer, header):
                     yield Received(peer, header, parts[1])
@@ -224,6 +228,9 @@ class _Channel:
     def _on_loss(self, peer: bytes) -> None:
         """A frame was damaged, or is missing."""
         raise NotImplementedError
+
+    def _on_other_version(self, peer: bytes) -> None:
+        """A frame has another version of the protocol."""
 
     def _on_flags(self, header: Header) -> None:
         """The next frame has arrived, and has flags."""
@@ -336,6 +343,10 @@ class RouterChannel(_Channel):
     def _on_loss(self, peer: bytes) -> None:
         if not self._ignores_gaps:
             self._send_empty(peer, Flag.LOST)
+
+    def _on_other_version(self, peer: bytes) -> None:
+        """Answer with a frame: its header has this version, which the peer can report."""
+        self._send_empty(peer, Flag.BEAT)
 
     def _send_empty(self, peer: bytes, flag: Flag) -> None:
         with contextlib.suppress(PeerGone):

@@ -4,7 +4,7 @@ import enum
 
 import msgspec
 
-from protocol.lifecycle import Command, DeathCause, Progress, Ready, Role
+from protocol.lifecycle import Command, DeathCause, Progress, Ready, Role, process_name
 
 
 class Slot(msgspec.Struct, frozen=True, order=True):
@@ -16,7 +16,7 @@ class Slot(msgspec.Struct, frozen=True, order=True):
     """The name shown to users; empty: role and rank are shown."""
 
     def __str__(self) -> str:
-        return self.name or (f"{self.role} {self.rank}" if self.rank else str(self.role))
+        return self.name or process_name(self.role, self.rank)
 
 
 def api_slot(index: int, count: int, *, is_spare: bool = False) -> Slot:

@@ -298,7 +298,7 @@ def test_an_unreadable_body_is_answered_with_its_number_and_logged_with_the_reas
     assert (refused.request_id, refused.seq) == (None, seq)
     bench.until(lambda: "unreadable" in caplog.text)
     bench.until(lambda: sum(map(int, re.findall(r"sent (\d+) unreadable", caplog.text))) == 2)
-    assert "version 99" in caplog.text
+    assert "protocol 99" in caplog.text
 
 
 def test_frames_of_another_epoch_or_before_connect_are_dropped_and_counted(bench: Bench) -> None:

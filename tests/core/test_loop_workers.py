@@ -493,10 +493,27 @@ def test_the_error_of_any_rank_is_logged_and_ends_the_adoption(
 def test_death_of_a_worker_is_logged_with_its_cause(
     bench: Bench, caplog: pytest.LogCaptureFixture
 ) -> None:
+    bench.worker(5)
+    bench.until(lambda: bench.state is EngineState.READY)
     for _ in range(3):  # it is repeated
         bench.child.inbox.append(WorkerDied(0, 5, DeathCause.SIGNAL, 17))
         bench.turn()
-    assert caplog.text.count("worker 0 of epoch 5 died in step 17: signal") == 1
+    assert caplog.text.count("worker of epoch 5 died in step 17: signal") == 1
+
+
+def test_deaths_of_the_predecessor_s_workers_are_not_logged_again(
+    bench: Bench, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    bench.worker(5)
+    bench.until(lambda: bench.state is EngineState.READY)
+    for epoch, rank in ((3, 0), (4, 1)):
+        bench.child.inbox.append(WorkerDied(rank, epoch, DeathCause.SIGNAL, 17))
+        bench.turn()
+    assert "died" not in caplog.text
+    bench.child.inbox.append(WorkerDied(0, 5, DeathCause.SIGNAL, 18))
+    bench.turn()
+    assert "worker of epoch 5 died in step 18: signal" in caplog.text
 
 
 @pytest.mark.parametrize(("cause", "warns"), [(DeathCause.ENDED, False), (DeathCause.OOM, True)])
@@ -504,9 +521,11 @@ def test_a_worker_that_ends_in_order_causes_no_warning(
     bench: Bench, caplog: pytest.LogCaptureFixture, cause: DeathCause, warns: bool
 ) -> None:
     caplog.set_level(logging.INFO)
+    bench.worker(5)
+    bench.until(lambda: bench.state is EngineState.READY)
     bench.child.inbox.append(WorkerDied(0, 5, cause, None))
     bench.turn()
-    [level] = [one.levelno for one in caplog.records if "worker 0 of epoch 5" in one.getMessage()]
+    [level] = [one.levelno for one in caplog.records if "worker of epoch 5" in one.getMessage()]
     assert level == (logging.WARNING if warns else logging.INFO)
 
 

@@ -222,7 +222,7 @@ def other_header(name: str, value: int) -> bytes:
     ("header", "reason"),
     [
         (other_header("MAGIC", 0), "header starts with"),
-        (other_header("PROTOCOL_VERSION", 99), f"version 99, this one {PROTOCOL_VERSION}"),
+        (other_header("PROTOCOL_VERSION", 99), f"protocol 99, this program {PROTOCOL_VERSION}"),
     ],
 )
 def test_unreadable_frames_are_skipped_and_counted_with_sender_and_reason(
@@ -239,6 +239,24 @@ def test_unreadable_frames_are_skipped_and_counted_with_sender_and_reason(
         assert end.last_bad_frame is not None
         assert end.last_bad_frame.peer == sender
         assert reason in end.last_bad_frame.reason
+
+
+def test_a_peer_of_another_version_gets_a_frame_with_this_version(link: Link) -> None:
+    """So that it can report both; a foreign program gets nothing."""
+    link.greet()
+    for name, number in (("PROTOCOL_VERSION", 99), ("MAGIC", 0)):
+        link.dealer.socket.send_multipart([other_header(name, number), b"body"])
+        before = link.dealer.num_read
+        assert link.dealer.send(0, b"next")
+        assert link.receive(link.router).body == b"next"
+        with pytest.MonkeyPatch.context() as other:
+            other.setattr(message, "PROTOCOL_VERSION", 99)
+            while link.dealer.num_read == before and link.dealer.socket.poll(200):
+                assert not list(link.dealer.drain(1))
+        assert link.dealer.num_read - before == (name == "PROTOCOL_VERSION")
+    assert link.dealer.last_bad_frame is not None
+    reason = f"peer speaks protocol {PROTOCOL_VERSION}, this program 99"
+    assert link.dealer.last_bad_frame.reason == reason
 
 
 def test_bodies_that_cannot_be_decoded_are_counted_by_the_caller(link: Link) -> None:

@@ -190,7 +190,7 @@ def send_with_another_field(core: FakeCore) -> None:
 @pytest.mark.usefixtures("fast_ticks")
 @pytest.mark.parametrize(
     ("send", "reason"),
-    [(send_with_another_header, "version 99"), (send_with_another_field, "Expected `array`")],
+    [(send_with_another_header, "protocol 99"), (send_with_another_field, "Expected `array`")],
 )
 def test_an_engine_of_another_version_is_the_stated_reason_not_to_be_ready(
     core: FakeCore,

@@ -32,7 +32,7 @@ def test_a_frame_with_any_bit_flipped_or_any_end_cut_off_is_known_to_be_damaged(
 
 @pytest.mark.parametrize(
     ("name", "value", "complaint"),
-    [("MAGIC", 0x5858, "instead of 0x4b54"), ("PROTOCOL_VERSION", 65535, "version 65535")],
+    [("MAGIC", 0x5858, "instead of 0x4b54"), ("PROTOCOL_VERSION", 65535, "protocol 65535")],
 )
 def test_foreign_header_is_refused(
     name: str, value: int, complaint: str, monkeypatch: pytest.MonkeyPatch

@@ -17,6 +17,8 @@ Row = tuple[int, int, ProcessState]
 class FakeLink:
     """Answers with one table after the other, and repeats the last one."""
 
+    unreadable = ""
+
     def __init__(
         self, tables: list[list[Row]], refusal: str = "", num_lost: int = 0, count: int = 1
     ) -> None:

@@ -17,10 +17,17 @@ import pytest
 import zmq
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
-from protocol.message import HEADER_BYTES, NO_EPOCH, ProtocolError, encode, pack_header
+from protocol.message import (
+    HEADER_BYTES,
+    NO_EPOCH,
+    PROTOCOL_VERSION,
+    ProtocolError,
+    encode,
+    pack_header,
+)
 from protocol.process.run_dir import replica_dir
 from protocol.transport.channel import lifecycle_address
-from scripts import status
+from scripts import restart, status
 
 
 def test_an_engine_whose_answer_cannot_be_read_is_one_of_the_choices(
@@ -125,9 +132,10 @@ def supervisor(run_dir: str, make: Answer | None) -> Iterator[None]:
     context.destroy(linger=0)
 
 
+OTHER_VERSION = f"peer speaks protocol {PROTOCOL_VERSION ^ 1}, this program {PROTOCOL_VERSION}"
 PROBLEMS: dict[str, tuple[Answer | None, str]] = {
     "silent": (None, "its supervisor has not answered within 0.5 s"),
-    "version": (of_another_version, "its answer cannot be read: peer speaks protocol version"),
+    "version": (of_another_version, f"its answer cannot be read: {OTHER_VERSION}"),
     "shape": (of_another_shape, "its answer cannot be read: "),
     "garbage": (lambda _: [b"x" * 24, b"y"], "its answer cannot be read: a damaged message"),
 }
@@ -159,6 +167,22 @@ def test_a_replica_without_a_readable_answer_has_a_line_with_the_reason(
         assert found["0"]["processes"][0]["pid"] == 77
         for number, (_, text) in enumerate(PROBLEMS.values(), 1):
             assert found[str(number)]["error"].startswith(text)
+
+
+def test_an_engine_of_another_version_has_a_line_with_both_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the status command, and of the one that restarts a process."""
+    run_dir = str(tmp_path / "run")
+    monkeypatch.setattr(status, "TIMEOUT_S", 0.5)
+    monkeypatch.setattr(restart, "_ANSWER_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(status, "is_live", lambda _: True)
+    with supervisor(run_dir, of_another_version):
+        for main in (status.main, lambda flags: restart.main(["worker", *flags])):
+            assert main(["--run-dir", run_dir]) == 1
+            [line] = capsys.readouterr().err.splitlines()
+            assert line.startswith("troika: ")
+            assert line.endswith(f" cannot be read: {OTHER_VERSION}")
 
 
 def row(role: Role, rank: int, pid: int) -> ProcessStatus:
