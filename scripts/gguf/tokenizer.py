@@ -39,8 +39,6 @@ _END_OF_MESSAGE, _ENDS_OF_ANSWERS = "<|end|>", ("<|return|>", "<|call|>")
 """Of gpt-oss, whose answers have several messages; <|end|> ends answers of other models."""
 _KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
 """Added tokens of Phi-3 with sentencepiece that leave the spaces after them; others take these."""
-_MAX_SUPPRESSED = 64
-"""As `protocol.sampling.SuppressedTokens`."""
 _MAX_TOKEN_CHARACTERS = 512
 """Of sentencepiece's tokens, each of which is split at every place to find its merges."""
 
@@ -61,14 +59,20 @@ class TokenizerFiles:
     def num_tokens(self) -> int:
         return len(self._tokens)
 
-    def write(self, directory: Path) -> None:
-        """Write tokenizer.json and tokenizer_config.json; UnsupportedModel: it is not known."""
+    def check_known(self) -> None:
+        """Raise UnsupportedModel for a tokenizer of another kind, or with an unknown pattern."""
         if self._model not in ("gpt2", *_SENTENCEPIECE):
             raise UnsupportedModel(
                 f"{self._header.path}: tokenizer.ggml.model is {str(self._model)[:100]!r};"
                 f" supported: gpt2, {' and '.join(_SENTENCEPIECE)}; --tokenizer names a directory"
                 " with a tokenizer.json"
             )
+        if self._model == "gpt2":
+            self._known_split()
+
+    def write(self, directory: Path) -> None:
+        """Write tokenizer.json and tokenizer_config.json; UnsupportedModel: it is not known."""
+        self.check_known()
         self._check_differ()
         tokenizer = self._byte_level() if self._model == "gpt2" else self._sentencepiece()
         self._add_tokens(tokenizer)
@@ -91,16 +95,12 @@ class TokenizerFiles:
         return list(dict.fromkeys(number for number in found if number is not None))
 
     def suppressed_ids(self) -> list[int]:
-        """Return the ids of tokens that are never sampled."""
+        """Return the ids of tokens that are never sampled; the API ignores more than it allows."""
         numbers = self._get("suppress_tokens", [])
-        is_list = isinstance(numbers, list) and len(numbers) <= _MAX_SUPPRESSED
-        if not is_list or not all(
+        if not isinstance(numbers, list) or not all(
             type(one) is int and 0 <= one < len(self._tokens) for one in numbers
         ):
-            raise self._error(
-                "suppress_tokens",
-                f"must be a list of up to {_MAX_SUPPRESSED} tokens of {len(self._tokens)}",
-            )
+            raise self._error("suppress_tokens", f"must be a list of {len(self._tokens)} tokens")
         return list(numbers)
 
     def _check_differ(self) -> None:
@@ -113,13 +113,7 @@ class TokenizerFiles:
                 )
 
     def _byte_level(self) -> Tokenizer:
-        name = self._get("pre", "default")
-        split = self._split()
-        if split is None:
-            raise UnsupportedModel(
-                f"{self._header.path}: tokenizer.ggml.pre is {str(name)[:100]!r}, which is not"
-                " known; --tokenizer names a directory with a tokenizer.json"
-            )
+        split = self._known_split()
         tokenizer = self._tokenizer(self._stated_merges(), ignore_merges=split.takes_whole_words)
         if split.composes:
             tokenizer.normalizer = normalizers.NFC()
@@ -139,6 +133,17 @@ class TokenizerFiles:
         """Return how a byte-level tokenizer splits text; None: it is not known."""
         name = self._get("pre", "default")
         return BYTE_LEVEL.get(name) if isinstance(name, str) else None
+
+    def _known_split(self) -> Split:
+        """Return how a byte-level tokenizer splits text; UnsupportedModel: it is not known."""
+        split = self._split()
+        if split is None:
+            name = self._get("pre", "default")
+            raise UnsupportedModel(
+                f"{self._header.path}: tokenizer.ggml.pre is {str(name)[:100]!r}, which is not"
+                " known; --tokenizer names a directory with a tokenizer.json"
+            )
+        return split
 
     def _sentencepiece(self) -> Tokenizer:
         is_gemma = self._header.architecture.startswith("gemma")

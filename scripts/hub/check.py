@@ -16,7 +16,10 @@ from pathlib import Path
 
 from protocol.config import ModelConfig, Quantization
 from protocol.process.prctl import die_with_parent
+from scripts.hub.gguf import check_names
 from scripts.hub.messages import is_gguf
+from worker_proc.gguf.model_header import read_header
+from worker_proc.gguf.parts import part_paths
 from worker_proc.startup.early_refusals import refuse_config
 
 _TIMEOUT_S = 60.0
@@ -41,9 +44,12 @@ class Checker:
         """Raise ValueError if a configuration or a GGUF header shows that the model cannot run.
 
         Without an answer from the process nothing is refused, because the worker checks again.
-        Problems that config.json alone shows are found in the current process, without waiting.
+        Problems that config.json alone shows, or names in a GGUF header, are found in the current
+        process, without waiting.
         """
-        if (path / "config.json").is_file():
+        if is_gguf(path):
+            check_names(read_header(*part_paths(path)), needs_tokenizer=needs_tokenizer)
+        elif (path / "config.json").is_file():
             refuse_config(str(path))
         process = self.start()
         assert process.stdin is not None

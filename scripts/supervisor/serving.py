@@ -31,6 +31,7 @@ from scripts.supervisor.startup import (
     check_chats,
     check_device,
     check_directories,
+    check_tokenizer,
     complete_config,
     open_listener,
 )
@@ -126,6 +127,7 @@ def _prepared(config: EngineConfig, *, has_api: bool) -> EngineConfig:
     if has_api:
         validate_api_port(config)
         check_chats(config.model)
+        check_tokenizer(config.model)
         check_adapters(config)
     check_device(config)
     divide_gpus(config, os.environ)

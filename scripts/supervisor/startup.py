@@ -49,6 +49,17 @@ def complete_config(config: EngineConfig) -> EngineConfig:
     return msgspec.structs.replace(config, model=resolve(model))
 
 
+def check_tokenizer(model: ModelConfig) -> None:
+    """Raise ConfigError for a checkpoint directory without a tokenizer, which the API needs."""
+    directory = Path(model.model)
+    files = (directory / name for name in ("config.json", "tokenizer.json"))
+    if model.tokenizer is None and [file.is_file() for file in files] == [True, False]:
+        raise ConfigError(
+            f"model {model.model} has no tokenizer.json; name a directory that has one with"
+            " --tokenizer"
+        )
+
+
 def check_directories(config: EngineConfig, *, has_api: bool) -> None:
     """Make the directories that processes here write to; ConfigError: one cannot be written."""
     has_engine = config.parallel.data_parallel_size > 0

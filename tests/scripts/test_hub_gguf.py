@@ -3,6 +3,8 @@
 import json
 import shutil
 import struct
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -168,6 +170,28 @@ def test_what_the_header_shows_is_refused_before_the_weights_are_fetched(
     assert "/tmp" not in text
     assert 0 < hub.num_sent["tiny-Q8_0.gguf"] <= FIRST_BYTES
     assert not list(Path(constants.HF_HUB_CACHE).rglob("blobs/*"))
+
+
+@pytest.mark.parametrize("what", ["architecture", "tokenizer", "no tokenizer"])
+def test_names_of_a_file_are_refused_before_torch_is_imported(
+    what: str, whole: Path, tmp_path: Path
+) -> None:
+    path, content, reason = tmp_path / "m.gguf", header(), "tokenizer.ggml.tokens"
+    if what in REFUSED:
+        old, new, reason = REFUSED[what]
+        assert new is not None
+        content = whole.read_bytes().replace(old, new, 1)
+    path.write_bytes(content)
+    code = (
+        "import pathlib, sys; from scripts.hub.gguf import directory_of\n"
+        "from scripts.hub.messages import Refusal\n"
+        f"try: directory_of(pathlib.Path({str(path)!r}), needs_tokenizer=True)\n"
+        "except Refusal as error: print(error)\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules)"
+    )
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert reason in done.stdout
 
 
 def test_a_file_that_is_shorter_than_its_tensors_is_refused(

@@ -106,6 +106,17 @@ def test_adapters_are_refused_before_a_process_starts(models: Path) -> None:
     startup.check_adapters(config)
 
 
+def test_a_checkpoint_without_a_tokenizer(models: Path) -> None:
+    named = str(models / "Qwen3-0.6B")
+    with pytest.raises(ConfigError, match=r"has no tokenizer.json; name a directory that has one"):
+        startup.check_tokenizer(configure(model=named).model)
+    startup.check_tokenizer(configure(model=named, tokenizer="other").model)
+    startup.check_tokenizer(configure(model="x.gguf").model)
+    startup.check_tokenizer(configure(model="organization/name").model)
+    (models / "Qwen3-0.6B" / "tokenizer.json").write_text("{}")
+    startup.check_tokenizer(configure(model=named).model)
+
+
 def test_settings_that_need_a_gpu(models: Path) -> None:
     node = models / "nvidiactl"
     for name, value, shown in (

@@ -7,7 +7,7 @@ activation, is not in them and is stated here, and in the modules with the archi
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.errors import CheckpointError
 from worker_proc.gguf.architecture import (
     KV_HEADS,
     RMS_NORM_EPSILON,
@@ -21,6 +21,7 @@ from worker_proc.gguf.architecture import (
 from worker_proc.gguf.delta_net import DELTA_NETS
 from worker_proc.gguf.dense import DENSE, MISTRAL, OLMO3
 from worker_proc.gguf.gemma import GEMMAS
+from worker_proc.gguf.known import check_known
 from worker_proc.gguf.latent import DEEPSEEK_V2, LATENTS, gating
 from worker_proc.gguf.layer_norms import FALCON_TWO_NORMS, LAYER_NORMS
 from worker_proc.gguf.mamba import FALCON_MAMBA, MAMBAS, NORMED_STEPS
@@ -140,9 +141,5 @@ def architecture_of(file: MappedFiles) -> Architecture:
         return FALCON_TWO_NORMS
     if name == "mamba" and states(NORMED_STEPS):
         return FALCON_MAMBA
-    if name not in ARCHITECTURES:
-        known = ", ".join(sorted(ARCHITECTURES))
-        raise UnsupportedModel(
-            f"{header.path}: general.architecture is {name[:100]!r}; supported: {known}"
-        )
+    check_known(header)
     return ARCHITECTURES[name]

@@ -64,3 +64,23 @@ def check_method(path: Path, method: object, model_type: object, key: str = KEY)
         raise UnsupportedModel(
             f"{path}: {key}.quant_method is {method!r}; supported: {', '.join(METHODS)}"
         )
+
+
+_MLX_TYPES = frozenset(
+    {
+        *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4"),
+        *("glm4_moe", "granite", "helium", "hunyuan_v1_dense", "internlm3", "llama", "mistral"),
+        *("mixtral", "nemotron", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3"),
+        *("qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
+    }
+)
+"""Model types whose weights mlx-lm leaves unchanged, except for stacking experts."""
+
+
+def check_mlx_type(model_type: object) -> None:
+    """Raise UnsupportedModel unless checkpoints of MLX of a type have transformers' weights."""
+    if model_type not in _MLX_TYPES:
+        raise UnsupportedModel(
+            f"checkpoints of MLX of {model_type} are not read: mlx-lm stores some of its weights in"
+            " another way; use a checkpoint in bf16 or one quantized by another library"
+        )

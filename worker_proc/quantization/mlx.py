@@ -16,9 +16,8 @@ from typing import NamedTuple
 
 import torch
 
-from worker_proc.errors import UnsupportedModel
 from worker_proc.quantization.headers import StoredTensor
-from worker_proc.quantization.methods import MLX
+from worker_proc.quantization.methods import MLX, check_mlx_type
 from worker_proc.quantization.mxfp4 import E2M1_VALUES
 from worker_proc.quantization.scheme import (
     CheckpointFormat,
@@ -38,15 +37,6 @@ _PIECE_BYTES = 2**20
 """Size of the codes that are unpacked at a time."""
 _EXPERTS = re.compile(r"(.*\.)switch_mlp\.(gate|up|down)_proj")
 _MIXTRAL_NAMES = {"gate": "w1", "down": "w2", "up": "w3"}
-_SAME_NAMES = frozenset(
-    {
-        *("cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "glm4"),
-        *("glm4_moe", "granite", "helium", "hunyuan_v1_dense", "internlm3", "llama", "mistral"),
-        *("mixtral", "nemotron", "olmo2", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3"),
-        *("qwen3_moe", "seed_oss", "smollm3", "stablelm", "starcoder2"),
-    }
-)
-"""Model types whose weights mlx-lm leaves unchanged, except for stacking experts."""
 
 
 class FloatMode(NamedTuple):
@@ -167,11 +157,7 @@ def name_of_expert(layer: str, number: int) -> str:
 
 def read_mlx(settings: Settings, model_type: str) -> CheckpointFormat:
     """Return the format that the settings describe."""
-    if model_type not in _SAME_NAMES:
-        raise UnsupportedModel(
-            f"checkpoints of MLX of {model_type} are not read: mlx-lm stores some of its weights in"
-            " another way; use a checkpoint in bf16 or one quantized by another library"
-        )
+    check_mlx_type(model_type)
     common = _read_scheme(settings)
     own = {
         name: _read_scheme(settings.section(name))

@@ -14,7 +14,15 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
 from worker_proc.parallel.share import Share, refuse
 from worker_proc.quantization.headers import read_headers, read_object
-from worker_proc.quantization.methods import KEY, check_method, check_rotations, method_of
+from worker_proc.quantization.methods import (
+    KEY,
+    MLX,
+    MLX_KEY,
+    check_method,
+    check_mlx_type,
+    check_rotations,
+    method_of,
+)
 from worker_proc.startup.model_types import model_types
 
 _LENGTH = "max_position_embeddings"
@@ -156,11 +164,21 @@ def refuse_config(directory: str) -> dict[str, Any]:
             f"{model_type}: no causal language model: transformers has no class that writes texts"
             " for this model_type"
         )
+    _refuse_format(path, config, model_type)
+    return config
+
+
+def _refuse_format(path: Path, config: Mapping[str, Any], model_type: str) -> None:
+    """Raise UnsupportedModel if codes are in a format, or from rotated rows, that are not read."""
     for section in (config, config.get("text_config")):
         if isinstance(section, dict) and isinstance(section.get(KEY), dict):
             check_method(path, method_of(section[KEY]), model_type)
             check_rotations(path, section[KEY])
-    return config
+    if "text_config" not in config and any(
+        isinstance(config.get(key), dict) and method_of(config[key]) == MLX
+        for key in (KEY, MLX_KEY)
+    ):
+        check_mlx_type(model_type)
 
 
 def _writes_texts(config: Mapping[str, Any]) -> bool:

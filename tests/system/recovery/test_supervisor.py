@@ -347,6 +347,7 @@ def test_unusable_checkpoint_ends_the_first_start(
 ) -> None:
     """A child's fatal error is printed last, and no process is left."""
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "tokenizer.json").write_text("{")
     engine = start_engine(model=str(tmp_path))
     assert engine.process.wait(TIMEOUT_S) == 1
     assert "troika: api failed (tokenizer): cannot load the tokenizer" in engine.log

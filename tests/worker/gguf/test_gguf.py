@@ -47,8 +47,10 @@ from tests.worker.parity import (
 from tests.worker.quantization.test_quantization import product
 from tests.worker.runners import make_runners
 from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.gguf.architectures import ARCHITECTURES
 from worker_proc.gguf.blocks import read_blocks
 from worker_proc.gguf.files import GgufFiles
+from worker_proc.gguf.known import KNOWN
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.model_header import read_header
 from worker_proc.gguf.types import TensorType
@@ -468,17 +470,29 @@ def test_rates_of_decay_are_negative(tmp_path: Path) -> None:
         rates[...]
 
 
-def test_suppressed_tokens_are_never_sampled(tmp_path: Path) -> None:
+def test_suppressed_tokens_are_never_sampled(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """More tokens than a request may have are ignored with a warning, as those of a checkpoint."""
     vocabulary = byte_vocabulary(512)
     keys = {"suppress_tokens": [300, 7]}
     stated = vocabulary._replace(keys={**vocabulary.keys, **keys})
     path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.F16, vocabulary=stated)
     directory = make_directory(path)
     assert sampling_defaults(directory).suppress_tokens == [300, 7]
+    many = vocabulary._replace(keys={**vocabulary.keys, "suppress_tokens": list(range(65))})
+    path, _ = write_gguf(tmp_path / "many", LlamaConfig(**WIDE), Type.F16, vocabulary=many)
+    with caplog.at_level("WARNING"):
+        assert sampling_defaults(make_directory(path)).suppress_tokens == []
+    assert "generation_config.json: suppress_tokens is ignored: " in caplog.text
     wrong = vocabulary._replace(keys={**vocabulary.keys, "suppress_tokens": [512]})
     path, _ = write_gguf(tmp_path / "wrong", LlamaConfig(**WIDE), Type.F16, vocabulary=wrong)
-    with pytest.raises(CheckpointError, match=r"suppress_tokens must be a list of up to 64 tokens"):
+    with pytest.raises(CheckpointError, match=r"suppress_tokens must be a list of 512 tokens"):
         make_directory(path)
+
+
+def test_names_that_are_checked_early_are_those_of_all_architectures() -> None:
+    assert ARCHITECTURES.keys() == KNOWN
 
 
 def test_control_tokens_end_answers(tmp_path: Path) -> None:

@@ -584,13 +584,6 @@ def test_either_key_states_the_version_of_gptq(key: str, tmp_path: Path) -> None
         assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
 
 
-def test_rotated_rows_are_refused_before_torch_is_imported(tmp_path: Path) -> None:
-    LlamaConfig(**WIDE).save_pretrained(tmp_path)
-    change_config(tmp_path, quantization_config=GPTQ | {"rotation": "hadamard"})
-    with pytest.raises(UnsupportedModel, match="rows are rotated first are not supported"):
-        refuse_config(str(tmp_path))
-
-
 def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
     """A group that names a layer comes before that of all layers."""
     four, eight = (pack_quantized(bits, 64, is_symmetric=True) for bits in (4, 8))

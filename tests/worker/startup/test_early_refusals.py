@@ -84,6 +84,16 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {},
         "quant_method is 'exl2'",
     ),
+    "rotated_rows": (
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "rotation": "hadamard"}},
+        {},
+        'rotation is "hadamard"; layers whose rows are rotated first are not supported',
+    ),
+    "mlx": (
+        {"model_type": "lfm2", "quantization": {"group_size": 64, "bits": 4}},
+        {},
+        "checkpoints of MLX of lfm2 are not read: mlx-lm",
+    ),
     "value": ({"hidden_size": 0}, {}, "hidden_size is 0, and must be"),
     "context": ({}, {"max_model_len": 257}, "257 is greater than the 256 tokens that config.json"),
 }
