@@ -1,4 +1,4 @@
-"""Prometheus metrics in a registry of their own.
+"""Prometheus metrics in a separate registry.
 
 Names are `troika:NAME` where vLLM has `vllm:NAME`, else `troika_NAME`, as Prometheus reserves the
 colon for recording rules.

@@ -62,7 +62,7 @@ def sampling_params(
 def bad_word_ids(words: list[str], tokenizer: TextTokenizer) -> list[list[int]]:
     """Return the token sequences that spell these words, at the start of a text and after a space.
 
-    A sequence that ends in another one needs no entry of its own.
+    A sequence that ends in another one needs no separate entry.
     """
     options = EncodeOptions(add_special_tokens=False, max_tokens=MAX_WORD_TOKENS)
     sequences: list[list[int]] = []

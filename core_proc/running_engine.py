@@ -117,7 +117,7 @@ class RunningEngine:
     def attribute_death(self, now: float, *, is_fault: bool, in_step: bool) -> None:
         """Search for the adapter or request that killed the workers, and reject it if found.
 
-        `is_fault` is true if a fault of their own killed them, and `in_step` if they were
+        `is_fault` is true if their own fault killed them, and `in_step` if they were
         computing.
         """
         self.adapters.attribute_death(is_fault=is_fault)

@@ -338,7 +338,7 @@ class Scheduler:
         request.num_computed_tokens = candidate.start
         if request.swapped_out is not None:
             self.swapper.bring_in(request, len(candidate.hits[0]))
-        # Whatever could fail for this request alone comes before it runs.
+        # All that could fail for this request alone comes before it runs.
         self.policy.admitted(request)
         step.introduce(request, candidate.start, candidate.num_cached)
         self.queues.start(request)

@@ -1,7 +1,7 @@
 """The messages of a request become the messages of a chat.
 
 A block becomes a piece of a turn: text its content, `tool_use` a call, thinking its reasoning. Each
-`tool_result` is a turn of its own, and neighbours of one role are joined.
+`tool_result` is a separate turn, and neighbours of one role are joined.
 """
 
 from collections.abc import Iterable

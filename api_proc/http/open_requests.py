@@ -54,7 +54,7 @@ class OpenRequest(Protocol):
 
     @property
     def response(self) -> OpenResponse | None:
-        """The response that it creates, where clients know that by an id of its own."""
+        """The response that it creates, if clients know that by another id."""
 
     def abort(self) -> bool:
         """End it with an error for its client; False: it has not been submitted yet."""

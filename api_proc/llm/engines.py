@@ -63,7 +63,7 @@ class ProcessEngine:
         return self._processes.run_dir
 
     async def start(self, timeout_s: float) -> ModelFacts:
-        """Start an engine of its own; EngineStartError: it has ended, or is not ready in time."""
+        """Start a separate engine; EngineStartError: it has ended, or is not ready in time."""
         self._processes = EngineProcesses(self._config)
         self._client = ReplicatedClient(
             [*self._processes.addresses, *self._config.parallel.replica_addresses],

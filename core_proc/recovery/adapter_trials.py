@@ -90,7 +90,7 @@ class AdapterTrials:
     def attribute_death(self, *, is_fault: bool) -> list[int]:
         """Count the death of the lost workers; returns the adapters that are refused from now on.
 
-        `is_fault`: they died of a fault of their own.
+        `is_fault`: they died by their own fault, such as SIGSEGV.
         """
         lost, self._lost = self._lost, set()
         alone, self._lost_on_trial = self._lost_on_trial, 0

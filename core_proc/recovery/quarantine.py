@@ -6,7 +6,7 @@ other suspects are held in the queue, and requests that are not suspected contin
 
     QUIET    no search. A crash starts one, with the requests that ran in two halves.
     GROUP    several suspects compute. A crash splits the group in halves; requests that arrived
-             meanwhile and ran along become a group of their own, to be tried last.
+             meanwhile and ran along become another group, to be tried last.
     ALONE    one suspect computes, and nothing else. A crash leads to CANARY.
     CANARY   a request of the quarantine's own, known to be harmless, computes alone. A crash proves
              that the fault is not in requests: all are cleared, and for a while no crash is

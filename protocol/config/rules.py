@@ -45,7 +45,7 @@ def validate_api_port(config: EngineConfig) -> None:
 
 
 def _step_rules(config: EngineConfig) -> Iterator[Rule]:
-    """What a step computes, and how it is limited."""
+    """Yield the rules of the size of a step."""
     scheduler = config.scheduler
     batched, scheduled = scheduler.max_num_batched_tokens, scheduler.max_num_scheduled_tokens
     yield (
@@ -69,7 +69,7 @@ def _step_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _prefill_rules(config: EngineConfig) -> Iterator[Rule]:
-    """How prompts are cut into chunks."""
+    """Yield the rules of cutting prompts into chunks."""
     scheduler, max_model_len = config.scheduler, config.model.max_model_len
     batched, threshold = scheduler.max_num_batched_tokens, scheduler.long_prefill_token_threshold
     prefills = scheduler.max_num_partial_prefills
@@ -98,7 +98,7 @@ def _prefill_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _policy_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Which request is admitted first."""
+    """Yield the rules of the order of requests."""
     scheduler = config.scheduler
     yield (
         scheduler.preempt_for_priority and scheduler.scheduling_policy != "priority",
@@ -111,7 +111,7 @@ def _policy_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _cache_rules(config: EngineConfig) -> Iterator[Rule]:
-    """The prefix cache, and the states that it keeps."""
+    """Yield the rules of the prefix cache, and of the states that it keeps."""
     cache = config.cache
     yield (
         cache.enable_kv_events and not cache.enable_prefix_caching,
@@ -143,7 +143,7 @@ def _cache_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _replica_rules(config: EngineConfig) -> Iterator[Rule]:
-    """What replicas do for each other."""
+    """Yield the rules of work that replicas do for each other."""
     num_prefill = config.parallel.prefill_replicas
     num_replicas = max(config.parallel.data_parallel_size, config.run.num_replicas)
     yield (
@@ -158,7 +158,7 @@ def _replica_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _machine_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Links between machines."""
+    """Yield the rules of links between machines."""
     parallel = config.parallel
     linked = ("core_listen", "replica_addresses", "replica_file", "agents_listen", "kv_listen")
     for name in linked:
@@ -211,7 +211,7 @@ class _Ports(NamedTuple):
 
 
 def _overlaps(config: EngineConfig, taken: Sequence[_Ports] = ()) -> Iterator[Rule]:
-    """Ports of links that overlap each other, or those that are taken."""
+    """Yield the rules that ports of links overlap neither each other nor taken ones."""
     ports = list(taken)
     for setting, address in _listening(config).items():
         host, _, port = address.rpartition(":")
@@ -227,13 +227,12 @@ def _overlaps(config: EngineConfig, taken: Sequence[_Ports] = ()) -> Iterator[Ru
 
 
 def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Engines in a Ray cluster."""
+    """Yield the rules of engines in a Ray cluster."""
     placement, parallel = config.placement, config.parallel
-    least, first = placement.min_engines, placement.replicas
-    most = placement.max_engines
+    smallest, first, largest = placement.min_engines, placement.replicas, placement.max_engines
     yield (
-        not least <= first <= most,
-        f"`replicas` {first} must be `min_replicas` {least} to `max_replicas` {most}",
+        not smallest <= first <= largest,
+        f"`replicas` {first} must be `min_replicas` {smallest} to `max_replicas` {largest}",
     )
     yield (
         placement.ray is not None and parallel.agents_listen is None,
@@ -244,7 +243,7 @@ def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
         f"`data_parallel_size` {parallel.data_parallel_size} has no effect with `ray`: `replicas` "
         "is the number of engines",
     )
-    yield placement.ray is None and most > 1, "`replicas` and `max_replicas` need `ray`"
+    yield placement.ray is None and largest > 1, "`replicas` and `max_replicas` need `ray`"
     yield (
         placement.ray is not None and not config.ray_bundle,
         "`ray_cpus` 0 needs `ray_gpus`: an engine must take something of the cluster",
@@ -258,7 +257,7 @@ def _placement_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Adapters."""
+    """Yield the rules of adapters."""
     lora, names = config.lora, set(config.model.served_model_name)
     kept = lora.num_kept
     text = f"`max_cpu_loras` {kept} must be at least `max_loras` {lora.max_loras}"
@@ -284,14 +283,14 @@ def _lora_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _tls_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Certificates."""
+    """Yield the rules of certificates."""
     api = config.api
     for name, path in (("ssl_keyfile", api.ssl_keyfile), ("ssl_ca_certs", api.ssl_ca_certs)):
         yield path is not None and api.ssl_certfile is None, f"`{name}` needs `ssl_certfile`"
 
 
 def _process_rules(config: EngineConfig) -> Iterator[Rule]:
-    """How many workers there are."""
+    """Yield the rules of the number of workers."""
     standby_workers = config.recovery.standby_workers
     yield (
         bool(standby_workers) and config.model.device is Device.CUDA,
@@ -300,7 +299,7 @@ def _process_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
-    """What works with a model in several stages."""
+    """Yield the rules of a model in several stages."""
     if config.parallel.pipeline_parallel_size == 1:
         return
     model, scheduler = config.model, config.scheduler
@@ -313,7 +312,7 @@ def _stage_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:
-    """On which CPUs workers compute."""
+    """Yield the rules of the CPUs on which workers compute."""
     worker, parallel = config.worker, config.parallel
     if worker.worker_cpus is None:
         return
@@ -340,7 +339,7 @@ def _cpu_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _draft_rules(config: EngineConfig) -> Iterator[Rule]:
-    """The draft model."""
+    """Yield the rules of the draft model."""
     has_draft_model = config.model.speculative_model is not None
     yield (
         has_draft_model and config.scheduler.num_speculative_tokens == 0,
@@ -353,7 +352,7 @@ def _draft_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _code_rules(config: EngineConfig) -> Iterator[Rule]:
-    """Weights, keys and values in codes."""
+    """Yield the rules of weights, keys and values in codes."""
     model, on_gpu = config.model, config.model.device is Device.CUDA
     is_quantized = model.quantization is not None
     yield (
@@ -384,7 +383,7 @@ def _code_rules(config: EngineConfig) -> Iterator[Rule]:
 
 
 def _attention_rules(config: EngineConfig) -> Iterator[Rule]:
-    """What computes attention on the GPU."""
+    """Yield the rules of attention on the GPU."""
     wanted = config.worker.attention_backend
     yield (
         wanted is not AttentionName.AUTO and config.model.model == _NULL,

@@ -43,7 +43,7 @@ class ChildHandle:
         self._status: int | None = None
 
     def poll(self) -> int | None:
-        """Exit status, negative for a signal; None while it runs. Reaps the dead process."""
+        """Reap a dead process; return its status, negative for a signal, or None while it runs."""
         if self._status is None:
             try:
                 info = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG)
@@ -148,7 +148,7 @@ class Child(ChildHandle):
 
 
 def rss_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it is gone."""
+    """Return the resident memory of a process in bytes; 0 if it is gone."""
     try:
         fields = Path(f"/proc/{pid}/statm").read_text().split()
     except OSError:

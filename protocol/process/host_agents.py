@@ -2,7 +2,7 @@
 
 A host agent runs an engine on its machine, with the settings of the engine that it joins, whose
 supervisor listens. The agent repeats `Join` every `REPEAT_S`: each is complete in itself and renews
-a lease, so that lost messages and restarts of either end need no remedy of their own.
+a lease, so that lost messages and restarts of either end need no other remedy.
 """
 
 from typing import Annotated

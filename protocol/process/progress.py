@@ -44,21 +44,21 @@ class ProgressReporter:
         self._write(Phase.STARTING, self._load_ns)
 
     def load(self, phase: str, done: int) -> None:
-        """A phase of the start continues; its limit begins anew only if something has changed."""
+        """Report that a phase of the start continues; its limit begins anew only after a change."""
         if (phase, done) != self._loaded:
             self._loaded = (phase, done)
             self._write(Phase.LOAD, self._load_ns)
 
     def idle(self) -> None:
-        """A poll begins, of at most `tick_ms`."""
+        """Report that a poll begins, of at most `tick_ms`."""
         self._write(Phase.IDLE, self._turn_ns)
 
     def turn(self) -> None:
-        """Short work begins, such as handling what a poll returned."""
+        """Report that short work begins, such as handling what a poll returned."""
         self._write(Phase.TURN, self._turn_ns)
 
     def step(self, step_id: int, limit_s: float) -> None:
-        """A step begins, which should end within `limit_s`."""
+        """Report that a step begins, which should end within `limit_s`."""
         self._write(Phase.STEP, int(limit_s * 1e9), step_id)
 
     def waits(self) -> None:

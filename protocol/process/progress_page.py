@@ -5,6 +5,7 @@ There is one page per slot, whose descriptor each incarnation inherits. It has f
 - progress, written by the thread that works: its phase, since when, and until when it should end;
 - the marks of a core, written before it dispatches a step: which requests are being computed, so
   that its successor knows them when both the core and its workers have died;
+- the loads of adapters that a core has begun, for the same purpose;
 - the death of the last incarnation, written by the supervisor before it starts the next.
 
 The first three are guarded by a sequence number, which is odd during a write. No reader waits for a

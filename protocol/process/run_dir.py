@@ -1,7 +1,7 @@
 """The directory of an engine's sockets: every process that can enter it is trusted.
 
 Its mode is the only access control, so only processes of the same user can connect. Each of several
-replicas of an engine has a directory of its own in that of the engine.
+replicas has a directory within that of the engine.
 """
 
 import os

@@ -193,7 +193,7 @@ class Supervisor:
         self._perform(self.policy.on_orphaned(self._clock.monotonic()))
 
     def _on_commands(self, commands: Sequence[Command]) -> None:
-        """Handle the commands of whatever has started the engine."""
+        """Handle the commands of the process that started the engine."""
         for command in commands:
             now = self._clock.monotonic()
             if isinstance(command, Stop):

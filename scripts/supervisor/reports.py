@@ -1,4 +1,4 @@
-"""A supervisor's reports to whatever has started its engine, and the commands that it gets."""
+"""A supervisor's reports to the process that started its engine, and the commands from there."""
 
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -21,10 +21,10 @@ class Reports(Protocol):
         """Return the commands that have arrived. To be called in every turn of the loop."""
 
     def progress(self, message: Progress) -> None:
-        """A process continues its start."""
+        """Report that a process continues its start."""
 
     def ready(self, facts: list[str]) -> None:
-        """The engine serves; `facts` are lines for the console."""
+        """Report that the engine serves; `facts` are lines for the console."""
 
     def close(self, failure: str | None) -> None:
-        """The engine has ended, in order unless there is a failure."""
+        """Report that the engine has ended, in order unless there is a failure."""

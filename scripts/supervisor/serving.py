@@ -64,7 +64,7 @@ class Invocation(NamedTuple):
     parent_fd: int | None = None
     """A pipe whose EOF ends everything at once."""
     reports: Reports | None = None
-    """Receives reports for whatever has started the engine."""
+    """Receives reports for the process that started the engine."""
 
 
 def serve(

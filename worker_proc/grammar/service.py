@@ -4,7 +4,7 @@ There are three lanes, each a thread with its own prover. The first lane gives e
 time, so that the grammars queued after it do not wait. A grammar that needs longer moves to the
 next lane. The slower lanes are bounded. A lane starts its prover with its first grammar.
 
-What was proven before, for another worker, needs no limit. It has a lane of its own with several
+What was proven before, for another worker, needs no limit. It has a separate lane with several
 threads, where a grammar that takes long delays neither new ones nor those of other accounts.
 
 In each lane, accounts are served in turns and have a share of the places

@@ -27,7 +27,7 @@ def route_uncached(model: PreTrainedModel) -> None:
 
 
 def _is_uncached(module: nn.Module) -> bool:
-    """Return whether a module has a causal mask of its own, and no cache."""
+    """Return whether a module makes a causal mask, and has no cache."""
     mask = getattr(module, "bias", None)
     has_mask = isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == mask.shape[3]
     parts = ("split_heads", "merge_heads", "scale", _METHOD)

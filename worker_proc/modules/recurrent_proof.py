@@ -36,7 +36,7 @@ orders."""
 FEW_ROWS = 0.02
 """The share of rows whose errors may be greater: if a state has nearly faded, a norm enlarges the
 rounding of what is left."""
-MOST_OF_FEW = 10.0
+MAX_RATIO_OF_FEW = 10.0
 """How many times greater these may be."""
 _BLOCK_SIZE = 8
 
@@ -53,14 +53,14 @@ class Observed(NamedTuple):
     added: list[str]
     """Names of the biases that it adds to those products."""
     plain_products: list[str]
-    """Names of its own weights in other products."""
+    """Names of weights of this module in other products."""
 
 
 @torch.inference_mode()
 def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | None) -> float:
     """Return the greatest error of a row over packed rows, relative to its norm.
 
-    The errors of `FEW_ROWS` are divided by `MOST_OF_FEW`.
+    The errors of `FEW_ROWS` are divided by `MAX_RATIO_OF_FEW`.
     """
     with dequantized(module):
         module = copy.deepcopy(module).float()
@@ -81,7 +81,7 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
 def _greatest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
     error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
     of_most = float(error.quantile(1.0 - FEW_ROWS, interpolation="higher"))
-    greatest = max(of_most, float(error.max()) / MOST_OF_FEW)
+    greatest = max(of_most, float(error.max()) / MAX_RATIO_OF_FEW)
     return greatest if math.isfinite(greatest) else math.inf
 
 

@@ -59,7 +59,7 @@ class Division:
     state_dim: int = 0
     """The dimension of heads or channels in a state that is not a window."""
     has_state_of_head: bool = False
-    """Whether each head has a state of its own, beside windows."""
+    """Whether each head has a separate state, beside windows."""
 
     @property
     def summed_names(self) -> list[str]:

@@ -1,7 +1,7 @@
 """`routing`: conversations over replicas of the null model, by policy.
 
 The null model's steps take a time that grows with their tokens, and no processor. So the replicas
-do not slow each other down, as if each had a machine of its own, and the control plane is real.
+do not slow each other down, as if each had a separate machine, and the control plane is real.
 """
 
 import argparse

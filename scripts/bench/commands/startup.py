@@ -1,6 +1,6 @@
 """`startup`: the time from the command to an engine that serves, and to its first token.
 
-Each repetition has a cache directory of its own with the kernels, as `scripts/setup` compiles them.
+Each repetition has a separate cache directory with the kernels, as `scripts/setup` compiles them.
 The first start proves the model; the second one finds the proofs, as every later start does.
 """
 
