@@ -55,6 +55,8 @@ _FATAL_TIMEOUT_S = 0.5
 Ready, the `Fatal` decides whether the start is given up."""
 _LATER_FATAL_TIMEOUT_S = 0.1
 _CANNOT_START = 127
+_UNREADABLE_LINE_S = 60.0
+"""Least time in seconds between two lines of the log about messages that cannot be read."""
 
 
 def _slots_of(policy: SupervisorPolicy, config: EngineConfig, *, has_api: bool) -> list[Slot]:
@@ -109,6 +111,7 @@ class Supervisor:
         )
         self._oom_counter = system.make_oom_counter()
         self._failed_starts: list[Slot] = []
+        self._next_unreadable_line = 0.0
         self._exit_status: int | None = None
         self._facts: list[str] = []
         self.was_orphaned = False
@@ -202,11 +205,25 @@ class Supervisor:
                 self._perform(self.policy.on_signal(now))
 
     def _drain_link(self) -> None:
+        num_bad_frames = self._link.num_bad_frames
         for received in self._link.drain(_DRAIN_LIMIT):
             try:
                 self._on_message(received)
             except ProtocolError as error:
                 self._console.note(logging.ERROR, f"unreadable lifecycle message: {error}")
+        if self._link.num_bad_frames > num_bad_frames:
+            self._note_bad_frame()
+
+    def _note_bad_frame(self) -> None:
+        """Log the reason, at most once a minute: the sender may repeat the message."""
+        now = self._clock.monotonic()
+        if self._link.last_bad_frame is not None and now >= self._next_unreadable_line:
+            self._next_unreadable_line = now + _UNREADABLE_LINE_S
+            self._console.note(
+                logging.ERROR,
+                f"messages of a process cannot be read: {self._link.last_bad_frame.reason};"
+                " if installed files were changed, start the engine again",
+            )
 
     def _on_message(self, received: Received) -> None:
         message = decode_to_supervisor(received.body)

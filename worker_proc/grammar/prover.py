@@ -61,7 +61,9 @@ def main() -> None:
     os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    vocabulary = msgspec.msgpack.decode(_read(source), type=Vocabulary)
+    if not (packed := _read(source)):
+        return
+    vocabulary = msgspec.msgpack.decode(packed, type=Vocabulary)
     compiler = GrammarCompiler(vocabulary)
     decoder = msgspec.msgpack.Decoder(Task)
     try:
@@ -168,10 +170,14 @@ def _write(target: BinaryIO, body: bytes) -> None:
 
 
 def _read(source: BinaryIO) -> bytes:
-    """Return the next frame; empty at the end."""
-    length = source.read(LENGTH_BYTES)
-    return source.read(int.from_bytes(length, "little")) if length else b""
+    """Return the next frame; empty at the end, also where a frame is incomplete."""
+    length = int.from_bytes(source.read(LENGTH_BYTES), "little")
+    body = source.read(length)
+    return body if len(body) == length else b""
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except BrokenPipeError:  # the worker has died before `die_with_parent`
+        os._exit(0)  # without the flush of the output, which would fail again

@@ -12,8 +12,10 @@ from contextlib import contextmanager
 
 import pytest
 
+from protocol import message
 from protocol.lifecycle import ProcessState, Role
 from protocol.process.status import StatusLink
+from scripts import restart, status
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.conftest import ROOT, EnginePool
 from tests.system.null_load import NullLoad, Stream, null_tokens
@@ -163,6 +165,29 @@ def test_restart_that_is_not_possible_is_refused(start_engine: EngineFactory) ->
         engine.row(Role.WORKER)
     finally:
         link.close()
+
+
+def test_commands_and_the_log_name_another_version(
+    start_engine: EngineFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """After an upgrade of the installed files, an engine that still runs needs a new start."""
+    engine = start_engine("--no-api")
+    engine.ready()
+    own, of_engine = message.PROTOCOL_VERSION + 1, message.PROTOCOL_VERSION
+    monkeypatch.setattr(message, "PROTOCOL_VERSION", own)
+    reason = f"peer speaks protocol {of_engine}, this program {own}"
+    for command_of, arguments in ((status.main, []), (restart.main, ["core"])):
+        began = time.monotonic()
+        assert command_of([*arguments, "--run-dir", engine.run_dir]) == 1
+        assert time.monotonic() - began < TIMEOUT_S
+        assert f"cannot be read: {reason}" in capsys.readouterr().err
+    monkeypatch.undo()
+    assert engine.ready()
+    reason = f"peer speaks protocol {own}, this program {of_engine}; if installed files were"
+    lines = [line for line in engine.log.splitlines() if "cannot be read" in line]
+    assert [reason in line for line in lines] == [True], "one line in a minute"
 
 
 def test_worker_that_does_not_leave_is_killed(start_engine: EngineFactory) -> None:

@@ -6,13 +6,16 @@ import os
 import select
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
@@ -22,7 +25,7 @@ from scripts.testing import eventually
 from tests.proc import process_stats
 from worker_proc.grammar import service as service_module
 from worker_proc.grammar.compiler import Definition, GrammarCompiler, Vocabulary
-from worker_proc.grammar.prover import Task
+from worker_proc.grammar.prover import LENGTH_BYTES, Task
 from worker_proc.grammar.service import GrammarService, _Jobs, _Prover
 
 NULL = Vocabulary(32_000, [2])
@@ -181,6 +184,28 @@ def test_a_prover_that_dies_fails_its_grammar_alone(
     first, second = wait(service, 2)
     assert "MiB of memory" in first.error
     assert second == GrammarCompiled(2)
+
+
+def test_a_prover_whose_worker_has_died_ends_without_an_error() -> None:
+    """The worker died before it had sent the vocabulary, in the middle of it, or right after it."""
+    body = msgspec.msgpack.encode(NULL)
+    frame = len(body).to_bytes(LENGTH_BYTES, "little") + body
+    provers = []
+    for sent in (b"", frame[:-1], frame):
+        read_fd, write_fd = os.pipe()
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "worker_proc.grammar.prover"],
+            stdin=subprocess.PIPE,
+            stdout=write_fd,
+            stderr=subprocess.PIPE,
+        )
+        os.close(write_fd)
+        os.close(read_fd)
+        provers.append((process, sent))
+    with ThreadPoolExecutor(len(provers)) as pool:
+        ends = [pool.submit(process.communicate, sent, TIMEOUT_S) for process, sent in provers]
+        assert [end.result() for end in ends] == [(None, b"")] * len(provers)
+    assert [process.returncode for process, _ in provers] == [0] * len(provers)
 
 
 def test_an_error_of_a_fork_that_is_not_the_grammar_s_is_in_the_log(
