@@ -7,6 +7,7 @@ few batches ahead of the reader, so that a slow reader needs bounded memory and 
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Self
 
 from protocol.api_core import KVEventsTaken
 from protocol.kv_events import (
@@ -26,7 +27,8 @@ class KVEventFeed:
 
     A snapshot begins with AllBlocksCleared, and its events have the number None. A snapshot follows
     after a restart of the core, or if events were missed. The iterator raises ValueError if the
-    engine records no events, and ConnectionError when the client is closed.
+    engine records no events, and ConnectionError when the client is closed. As a context manager it
+    ends the subscription when its block is left.
     """
 
     def __init__(
@@ -58,6 +60,12 @@ class KVEventFeed:
 
     def __aiter__(self) -> AsyncIterator[tuple[int | None, KVEvent]]:
         return self
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.cancel()
 
     async def __anext__(self) -> tuple[int | None, KVEvent]:
         while not self._unread:

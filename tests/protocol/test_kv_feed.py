@@ -196,6 +196,16 @@ def test_cancelling_ends_the_iteration_and_the_subscription(core: FakeCore) -> N
         await core.until(lambda: len(core.subscriptions) == 2)
         assert isinstance(core.subscriptions[-1], UnsubscribeKVEvents)
         assert [item async for item in feed] == []
+
+        async def read() -> None:
+            with client.kv_events() as following:
+                await anext(following)
+
+        reading = asyncio.create_task(read())
+        await core.until(lambda: len(core.subscriptions) == 3)
+        reading.cancel()
+        await core.until(lambda: len(core.subscriptions) == 4)
+        assert isinstance(core.subscriptions[-1], UnsubscribeKVEvents)
         client.kv_events()
 
     run_connected(core, play)
