@@ -88,6 +88,8 @@ class Architecture(NamedTuple):
     splits: Callable[[Metadata], Mapping[str, Mapping[str, Change]]] = lambda metadata: {}
     """Returns parts of names of tensors that are several weights, with the name of each weight
     within its layer and what is done with the tensor for it.
+
+    A part behind the number of a layer and a dot stands for that layer alone.
     """
     unused: Callable[[Metadata], Container[str]] = lambda metadata: ()
     """Returns the names of tensors that files may have and that compute nothing."""

@@ -5,7 +5,17 @@ from worker_proc.gguf.model_header import Header
 
 KNOWN = frozenset(
     {
-        *("afmoe", "apertus", "arcee", "bloom", "chatglm", "cohere2", "command-r", "dbrx"),
+        *(
+            "afmoe",
+            "apertus",
+            "arcee",
+            "bailingmoe2",
+            "bloom",
+            "chatglm",
+            "cohere2",
+            "command-r",
+            "dbrx",
+        ),
         *("deepseek2", "dots1", "ernie4_5", "ernie4_5-moe", "exaone", "exaone-moe", "exaone4"),
         *("falcon", "falcon-h1", "gemma", "gemma2", "gemma3", "gemma3n", "gemma4", "glm-dsa"),
         *("glm4", "glm4moe", "gpt-oss", "gpt2", "gptneox", "granite", "granitehybrid"),

@@ -165,9 +165,13 @@ def _by_group(metadata: Metadata) -> Mapping[str, Change]:
 
 def _parts(metadata: Metadata, heads: int, num_keys: int, size: int) -> dict[str, torch.Tensor]:
     """Return the rows of queries, keys and values that lie one below the other."""
-    ends = (heads * size, num_keys * size, num_keys * size)
-    metadata.check_num_rows(sum(ends))
-    queries, keys, values = torch.arange(sum(ends)).split(ends)
+    return rows_of_parts(metadata, heads * size, num_keys * size, num_keys * size)
+
+
+def rows_of_parts(metadata: Metadata, *counts: int) -> dict[str, torch.Tensor]:
+    """Return the rows of queries, keys and values, which are as many as `counts` states."""
+    metadata.check_num_rows(sum(counts))
+    queries, keys, values = torch.arange(sum(counts)).split(counts)
     return {"q": queries, "k": keys, "v": values}
 
 
@@ -175,9 +179,12 @@ def split_queries(metadata: Metadata) -> Mapping[str, Mapping[str, Change]]:
     """Return how a tensor with queries, keys and values is three weights."""
     heads = metadata.integer(_HEADS)
     parts = _parts(metadata, heads, metadata.integer(KV_HEADS, heads), metadata.head_size())
-    return {
-        "attn_qkv": {f"self_attn.{name}_proj": Change(rows=rows) for name, rows in parts.items()}
-    }
+    return {"attn_qkv": projections(parts)}
+
+
+def projections(parts: Mapping[str, torch.Tensor]) -> dict[str, Change]:
+    """Return the rows of a tensor that are each weight of attention, by its name in a layer."""
+    return {f"self_attn.{name}_proj": Change(rows=rows) for name, rows in parts.items()}
 
 
 def _norms_of_heads(metadata: Metadata) -> Mapping[str, Mapping[str, Change]]:

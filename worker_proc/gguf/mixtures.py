@@ -37,6 +37,7 @@ from worker_proc.gguf.dense import (
     without_images,
 )
 from worker_proc.gguf.joins import DBRX, GPT_OSS, GRANITE, LLAMA4
+from worker_proc.gguf.layer_norms import projections, rows_of_parts, split_queries
 from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.rotary import rope_parameters
@@ -62,6 +63,23 @@ def _glm4moe(metadata: Metadata, file: MappedFiles) -> Config:
     check_sigmoid(metadata)
     own = {"use_qk_norm": has_tensor(file, "attn_q_norm.weight")}
     return glm4_config(metadata, file) | routed(metadata) | own
+
+
+def _bailingmoe2(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Ling and Ring 2 have: they are computed as GLM-4.5 is."""
+    check_sigmoid(metadata)
+    own = routed(metadata)
+    width, shared = own["moe_intermediate_size"], "expert_shared_feed_forward_length"
+    shared_width = metadata.integer(shared, own["n_shared_experts"] * width)
+    if shared_width % width:
+        raise metadata.unsupported(shared, f"a multiple of {width}")
+    return {
+        **partly_rotated(metadata, file),
+        **own,
+        "n_shared_experts": shared_width // width,
+        "attention_bias": has_bias(file, "attn_qkv"),
+        "use_qk_norm": True,
+    }
 
 
 def _gpt_oss(metadata: Metadata, file: MappedFiles) -> Config:
@@ -243,7 +261,7 @@ def _mimo2(metadata: Metadata, file: MappedFiles) -> Config:
     num_keys = min(heads)
     if heads != [num_keys * (1 + one) for one in is_local]:
         raise metadata.unsupported(KV_HEADS, "twice as many in layers with windows as in others")
-    size = metadata.integer("attention.key_length")
+    size, value_size = _mimo2_sizes(metadata)
     rope = rope_parameters(metadata, file)
     rope["partial_rotary_factor"] = metadata.rotated_share(size)
     base = metadata.number(LOCAL_BASE, rope["rope_theta"])
@@ -251,7 +269,7 @@ def _mimo2(metadata: Metadata, file: MappedFiles) -> Config:
     return {
         **used_experts(metadata),
         "head_dim": size,
-        "v_head_dim": metadata.integer("attention.value_length", size),
+        "v_head_dim": value_size,
         "num_key_value_heads": num_keys,
         "layer_types": ["sliding_attention" if one else "full_attention" for one in is_local],
         "sliding_window": metadata.integer(WINDOW) + 1,
@@ -268,8 +286,30 @@ def _mimo2(metadata: Metadata, file: MappedFiles) -> Config:
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
         "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
         "norm_topk_prob": metadata.flag(NORMALIZED, default=True),
-        "attention_bias": has_bias(file, "attn_q"),
+        "attention_bias": has_bias(file, "attn_q") or has_bias(file, "attn_qkv"),
     }
+
+
+def _mimo2_sizes(metadata: Metadata) -> tuple[int, int]:
+    """Return the values of a key and of a value."""
+    size = metadata.integer("attention.key_length")
+    return size, metadata.integer("attention.value_length", size)
+
+
+def _split_mimo2(metadata: Metadata) -> Mapping[str, Mapping[str, Change]]:
+    """Return how queries, keys and values are one tensor in each layer, which newer files have."""
+    if "blk.0.attn_qkv.weight" not in metadata.header.tensors:
+        return {}
+    size, value_size = _mimo2_sizes(metadata)
+    num_queries = metadata.integer("attention.head_count") * size
+    heads = metadata.per_layer(KV_HEADS, before_drafts(metadata))
+    if len(set(heads)) > 2:  # with and without windows
+        raise metadata.unsupported(KV_HEADS, "two numbers of heads")
+    changes = {
+        one: projections(rows_of_parts(metadata, num_queries, one * size, one * value_size))
+        for one in set(heads)
+    }
+    return {f"{layer}.attn_qkv": changes[one] for layer, one in enumerate(heads)}
 
 
 def _dbrx(metadata: Metadata, file: MappedFiles) -> Config:
@@ -369,6 +409,14 @@ GRANITE_SHARED = Architecture(
 """Files state granitemoe, and have shared experts."""
 MIXTURES: Mapping[str, Architecture] = {
     "afmoe": Architecture("afmoe", "AfmoeForCausalLM", _afmoe, _AFMOE),
+    "bailingmoe2": Architecture(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        _bailingmoe2,
+        ROUTED,
+        drops_drafts=True,
+        splits=split_queries,
+    ),
     "dbrx": Architecture(
         "dbrx",
         "DbrxForCausalLM",
@@ -403,7 +451,12 @@ MIXTURES: Mapping[str, Architecture] = {
     ),
     "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _llama4, _LLAMA4, joins=LLAMA4),
     "mimo2": Architecture(
-        "mimo_v2_flash", "MiMoV2FlashForCausalLM", _mimo2, _MIMO2, drops_drafts=True
+        "mimo_v2_flash",
+        "MiMoV2FlashForCausalLM",
+        _mimo2,
+        _MIMO2,
+        drops_drafts=True,
+        splits=_split_mimo2,
     ),
     "minimax-m2": Architecture("minimax_m2", "MiniMaxM2ForCausalLM", _minimax_m2, _MINIMAX_M2),
     "olmoe": Architecture("olmoe", "OlmoeForCausalLM", _olmoe, EXPERTS),

@@ -96,9 +96,10 @@ def named_tensors(
         if layer and own == _FUSED_EXPERTS and _GATES in names:
             yield from _fused_experts(header, before, entry, names)
             continue
-        if layer and part in splits and leaf in ("weight", "bias"):
-            _check_split(header, entry, splits[part].values())
-            for weight, of_part in splits[part].items():
+        split = splits.get(f"{layer}.{part}", splits.get(part)) if layer else None
+        if split is not None and leaf in ("weight", "bias"):
+            _check_split(header, entry, split.values())
+            for weight, of_part in split.items():
                 yield NamedTensor(f"{before}.{weight}.{leaf}", entry, None, of_part)
             continue
         full = _full_name(names if layer else top, before, part, leaf)

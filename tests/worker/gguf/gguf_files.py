@@ -116,7 +116,7 @@ def write_gguf(
     for name, tensor in weights.items():
         if name.endswith(("e_score_correction_bias", "expert_bias")):  # zeros
             tensor.normal_(0.0, 0.1)
-    layout = layout or _layout_of(config)
+    layout = layout or layout_of(config)
     weights = layout.apart(weights, config)
     architecture = architecture or _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
     path = directory / "tiny.gguf"
@@ -164,7 +164,7 @@ def write_gguf(
     return path, reference
 
 
-def _layout_of(config: PretrainedConfig) -> Layout:
+def layout_of(config: PretrainedConfig) -> Layout:
     """Return what is done with the weights of a type of model."""
     usual = Layout(_taken_apart, _put_together)
     if config.model_type in AFTER_PARTS:
@@ -415,6 +415,8 @@ def _stored_names(
             part = rest.partition(".")[2]
             base = f"{base}.{_EXPERT_NAMES.get(part, part)}"
         stored = "output" if base == "lm_head" else table.get_name(base)  # Gemma's files tie it
+        if stored is None and base.endswith(".self_attn.query_key_value"):
+            stored = f"blk.{base.split('.')[2]}.attn_qkv"  # of MiMo-V2, which the package lacks
         assert stored is not None, name
         found.setdefault(f"{stored}.{leaf}", []).append(name)
     for sources in found.values():

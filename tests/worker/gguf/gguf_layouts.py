@@ -357,9 +357,11 @@ def _one_as_three(parts: Weights, config: PretrainedConfig) -> dict[str, torch.T
         if not _is_joined(name):
             weights[name] = tensor
             continue
-        heads, num_keys = config.num_attention_heads, config.num_key_value_heads
-        size = len(tensor) // (heads + 2 * num_keys)
-        three = tensor.split((heads * size, num_keys * size, num_keys * size))
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        value_size = getattr(config, "v_head_dim", None) or size
+        num_queries = config.num_attention_heads * size
+        heads = (len(tensor) - num_queries) // (size + value_size)  # of keys, in this layer
+        three = tensor.split((num_queries, heads * size, heads * value_size))
         for part, rows in zip(_JOINED_PARTS, three, strict=True):
             weights[name.replace("self_attn.query_key_value", part)] = rows
     return weights

@@ -68,8 +68,8 @@ from transformers import (
 )
 
 from tests.worker.checkpoints import WINDOW
-from tests.worker.gguf.gguf_files import WIDE, write_gguf
-from tests.worker.gguf.gguf_layouts import APERTUS_ACTIVATION, JOINED
+from tests.worker.gguf.gguf_files import WIDE, layout_of, write_gguf
+from tests.worker.gguf.gguf_layouts import APERTUS_ACTIVATION, JOINED, then
 from tests.worker.gguf.gguf_older_models import (
     JOINED_FILES,
     OLDER,
@@ -201,6 +201,12 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
         **MOE,
         **{"n_routed_experts": 4, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
         **{"use_qk_norm": True, "attention_bias": True},
+    ),
+    "bailingmoe2": lambda: Glm4MoeConfig(
+        **WIDE,
+        **MOE,
+        **{"n_routed_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+        **{"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": False},
     ),
     "deepseek_v2": lambda: DeepseekV2Config(
         **LATENT,
@@ -348,6 +354,10 @@ KEYS: dict[str, dict[str, Any]] = {
     "glm4moe": {
         **{"expert_weights_norm": True, "expert_gating_func": 2, "nextn_predict_layers": 1},
     },
+    "bailingmoe2": {
+        **{"expert_weights_norm": True, "expert_gating_func": 2, "nextn_predict_layers": 1},
+        "expert_shared_feed_forward_length": 256,
+    },
     "deepseek_v2": {"rope.scaling.yarn_log_multiplier": 0.07},
     "deepseek_v3": {
         **{"expert_weights_norm": True, "expert_gating_func": 2},
@@ -491,15 +501,15 @@ USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
 
 def write_named(directory: Path, name: str) -> tuple[Path, Path]:
     """Write the file of a name above, and the plain checkpoint."""
-    keys = KEYS.get(name)
+    keys, config = KEYS.get(name), CONFIGS[name]()
     return write_gguf(
         directory,
-        CONFIGS[name](),
+        config,
         FILES[name],
         types=TYPES.get(name, lambda tensor: None),
         keys=keys,
         tensors=TENSORS.get(name),
         architecture=ARCHITECTURES.get(name, name if name in READ else ""),
-        layout=JOINED if name in JOINED_FILES else None,
+        layout=then(layout_of(config), JOINED) if name in JOINED_FILES else None,
         fuses_experts=name in FUSED_EXPERTS,
     )

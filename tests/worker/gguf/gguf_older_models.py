@@ -155,6 +155,7 @@ LATENTS: dict[str, Callable[[], PretrainedConfig]] = {
     ),
 }
 OLDER |= NEWER | LATENTS
+OLDER["mimo2_joined"] = OLDER["mimo2"]
 OLDER_KEYS: dict[str, dict[str, Any]] = {
     "jamba": _JAMBA_KEYS | {"attention.head_count_kv": [0, 2, 0, 0, 2]},
     "jamba_dense": _JAMBA_KEYS | {"attention.head_count_kv": [0, 2]},
@@ -195,6 +196,7 @@ OLDER_KEYS: dict[str, dict[str, Any]] = {
     **{name: {"attention.head_count_kv": 2} for name in ("falcon_40b", "falcon_11b")},
     **{name: {"use_parallel_residual": True} for name in ("stablelm", "stablelm_parallel")},
 }
+OLDER_KEYS["mimo2_joined"] = OLDER_KEYS["mimo2"]
 OLDER_ARCHITECTURES = {
     "gptneox_serial": "gptneox",
     **dict.fromkeys(("falcon_40b", "falcon_11b"), "falcon"),
@@ -202,6 +204,7 @@ OLDER_ARCHITECTURES = {
     "phi2_joined": "phi2",
     "stablelm_parallel": "stablelm",
     "chatglm_joined": "chatglm",
+    "mimo2_joined": "mimo2",
 }
 OLDER_FILES: Mapping[str, Type] = {
     **dict.fromkeys(OLDER, Type.Q4_0),
@@ -210,7 +213,7 @@ OLDER_FILES: Mapping[str, Type] = {
 """The type of the matrices of each file."""
 INEXACT = ("dbrx",)
 """Models of which a result may depend on the rows that are computed beside."""
-JOINED_FILES = ("phi2_joined", "chatglm_joined")
+JOINED_FILES = ("phi2_joined", "chatglm_joined", "mimo2_joined", "bailingmoe2")
 """Files whose queries, keys and values are one tensor."""
 
 
