@@ -238,8 +238,11 @@ class ApiState:
     def shown_state(self) -> str:
         """Return the state that probes and the page show.
 
-        An engine is starting until the adapters of its settings have their names.
+        An engine is starting until the adapters of its settings have their names. A process that
+        finishes its requests at the engine's end is draining earlier than the core.
         """
+        if self.is_draining:
+            return EngineState.DRAINING
         if self.is_degraded:
             return DEGRADED
         state = self.engine_state()

@@ -42,6 +42,16 @@ def test_health_follows_the_engine(
     assert httpx.get(live.url + "/livez").status_code == 200
 
 
+def test_a_server_that_finishes_its_requests_is_draining_before_its_core(
+    make_server: MakeServer,
+) -> None:
+    live = make_server()
+    live.call(live.state.drain)
+    answer = httpx.get(live.url + "/readyz")
+    body = answer.json()
+    assert (answer.status_code, body["state"], body["draining"]) == (503, "draining", True)
+
+
 def test_silent_engine_is_not_healthy(make_server: MakeServer) -> None:
     client = FakeClient()
     client.silent_since = time.monotonic() - STATUS_FRESH_S - 1
