@@ -5,7 +5,7 @@ import re
 import threading
 from collections import OrderedDict
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
@@ -122,7 +122,24 @@ class _ByteTokens:
         return [FIRST_BYTE_ID + byte for byte in text]
 
 
-def load_tokens(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
+class Tokens(NamedTuple):
+    """The trie of a model's tokens."""
+
+    tokenizer: "llguidance.LLTokenizer"
+    special_texts: list[str]
+    """The texts of tokens that llguidance matches only by their ids, without backslashes."""
+
+
+class CompiledGrammar(NamedTuple):
+    matcher: "llguidance.LLMatcher"
+    """At the beginning of the grammar."""
+    num_bytes: int
+    """Estimated."""
+    may_force_special: bool
+    """Whether the text of a special token occurs in it."""
+
+
+def load_tokens(vocabulary: Vocabulary) -> Tokens:
     """Build the trie of a model's tokens; raise GrammarError naming what the checkpoint lacks."""
     import llguidance
 
@@ -131,7 +148,7 @@ def load_tokens(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
         raise GrammarError("the checkpoint names no EOS token, and a grammar ends with one")
     if vocabulary.directory is None:
         wrapper = llguidance.TokenizerWrapper(_ByteTokens(eos[0]))
-        return llguidance.LLTokenizer(wrapper, eos_token=eos)
+        return Tokens(llguidance.LLTokenizer(wrapper, eos_token=eos), [])
     file = Path(vocabulary.directory) / "tokenizer.json"
     try:
         text = file.read_text(encoding="utf-8")
@@ -139,9 +156,17 @@ def load_tokens(vocabulary: Vocabulary) -> "llguidance.LLTokenizer":
         if tokenizer.get("padding") is not None or tokenizer.get("truncation") is not None:
             tokenizer["padding"] = tokenizer["truncation"] = None
             text = json.dumps(tokenizer)
-        return llguidance.LLTokenizer(text, eos_token=eos)
+        trie = llguidance.LLTokenizer(text, eos_token=eos)
+        added = tokenizer.get("added_tokens") or []
+        special = [each["content"] for each in added if trie.is_special_token(each["id"])]
+        return Tokens(trie, [_unescaped(text) for text in special])
     except Exception as error:
         raise GrammarError(f"grammars need the checkpoint's tokenizer.json: {error}") from error
+
+
+def _unescaped(text: str) -> str:
+    """Return a text as it is compared with grammars, which escape slashes and quotes."""
+    return text.replace("\\", "")
 
 
 class GrammarCompiler:
@@ -150,9 +175,9 @@ class GrammarCompiler:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._lock = threading.Lock()
-        self._tokens: llguidance.LLTokenizer | None = None
-        self._matchers: OrderedDict[Grammar, tuple[llguidance.LLMatcher, int]] = OrderedDict()
-        """Each with its estimated bytes; the most recently used one is last."""
+        self._tokens: Tokens | None = None
+        self._matchers: OrderedDict[Grammar, CompiledGrammar] = OrderedDict()
+        """The most recently used one is last."""
         self._num_bytes = 0
 
     def load(self) -> None:
@@ -164,7 +189,7 @@ class GrammarCompiler:
     def num_tokens(self) -> int:
         """Number of tokens that have bits in a mask; the tokens must be loaded."""
         assert self._tokens is not None
-        return self._tokens.vocab_size
+        return self._tokens.tokenizer.vocab_size
 
     def has(self, grammar: Grammar) -> bool:
         """Return whether a grammar is compiled; it then counts as used."""
@@ -189,7 +214,8 @@ class GrammarCompiler:
             step_max_items=_STEP_MAX_ITEMS,
             verbose_errors=False,
         )
-        matcher = llguidance.LLMatcher(self._tokens, definition.text, log_level=0, limits=limits)
+        tokens, text = self._tokens, definition.text
+        matcher = llguidance.LLMatcher(tokens.tokenizer, text, log_level=0, limits=limits)
         matcher.compute_bitmask()  # its clones share the result
         if matcher.is_error():
             raise GrammarError(in_words(matcher.get_error())[:MAX_TEXT])
@@ -198,11 +224,12 @@ class GrammarCompiler:
         )
         with self._lock:
             if grammar not in self._matchers:
-                self._matchers[grammar] = matcher, num_bytes
+                unescaped = _unescaped(text)
+                may_force_special = any(special in unescaped for special in tokens.special_texts)
+                self._matchers[grammar] = CompiledGrammar(matcher, num_bytes, may_force_special)
                 self._num_bytes += num_bytes
             while self._num_bytes > MAX_CACHE_BYTES and len(self._matchers) > 1:
-                _, (_, num_bytes) = self._matchers.popitem(last=False)
-                self._num_bytes -= num_bytes
+                self._num_bytes -= self._matchers.popitem(last=False)[1].num_bytes
 
     def follow(self, grammar: Grammar) -> None:
         """Follow a grammar over some tokens; a GrammarError: the limits do not allow its use.
@@ -222,9 +249,21 @@ class GrammarCompiler:
 
     def matcher(self, grammar: Grammar) -> "llguidance.LLMatcher":
         """Return a matcher at the beginning of a grammar; raises GrammarError like `compile`."""
+        return self.matcher_and_tokenizer(grammar)[0]
+
+    def matcher_and_tokenizer(
+        self, grammar: Grammar
+    ) -> "tuple[llguidance.LLMatcher, llguidance.LLTokenizer | None]":
+        """Return a matcher, and the tokenizer if the grammar may force the text of a special one.
+
+        GrammarError: like `compile`.
+        """
         self.compile(grammar)
         with self._lock:
-            return self._matchers[grammar][0].deep_copy()
+            compiled = self._matchers[grammar]
+        assert self._tokens is not None
+        tokenizer = self._tokens.tokenizer if compiled.may_force_special else None
+        return compiled.matcher.deep_copy(), tokenizer
 
 
 def compile_now(message: CompileGrammar, grammars: GrammarCompiler | None) -> GrammarCompiled:

@@ -17,12 +17,15 @@ def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None)
         try:
             if grammars is None:
                 raise GrammarError("this worker cannot compile grammars")
-            matcher = grammars.matcher(grammar)
+            matcher, tokenizer = grammars.matcher_and_tokenizer(grammar)
         except GrammarError as error:
             request.grammar_state = GrammarState(None, request.num_prompt_tokens, str(error))
         else:
             request.grammar_state = GrammarState(
-                matcher, request.num_prompt_tokens, num_tokens=grammars.num_tokens
+                matcher,
+                request.num_prompt_tokens,
+                num_tokens=grammars.num_tokens,
+                tokenizer=tokenizer,
             )
             request.grammar_state.advance(request.token_ids)
     return request.grammar_state

@@ -71,19 +71,23 @@ class MaskComputer:
             rows |= {first_row + place: len(rows) + place for place in range(1 + len(drafts))}
         # Rows after a draft that is not allowed are dropped anyway, and need no mask.
         bits = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
+        placed = list(zip(requests, lines, strict=True))
+        together = [each for each in placed if not each[0].state.may_force_special]
+        alone = [each for each in placed if each[0].state.may_force_special]
         try:
-            self._fill(bits, requests, lines)
+            self._fill(bits, together)
         except BaseException:  # including a panic of the library, which is not an Exception
-            for request, line in zip(requests, lines, strict=True):
-                self._fill_alone(bits, request, line)
+            alone = placed
+        for request, line in alone:
+            self._fill_alone(bits, request, line)
         for request in requests:
             request.state.note_error()
         return RowMasks(bits, rows, self._vocab_size)
 
-    def _fill(self, bits: Tensor, requests: list[MaskedRows], lines: list[int]) -> None:
-        """Compute the masks of all requests in parallel."""
+    def _fill(self, bits: Tensor, placed: list[tuple[MaskedRows, int]]) -> None:
+        """Compute the masks of these requests in parallel, from a line on for each."""
         plain, drafted = [], []
-        for (_, state, drafts), line in zip(requests, lines, strict=True):
+        for (_, state, drafts), line in placed:
             assert state.matcher is not None
             if drafts:
                 drafted.append((state.matcher, line, drafts))

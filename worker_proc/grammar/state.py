@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class GrammarState:
     """Follows the outputs of one request; a failure affects only this request."""
 
-    __slots__ = ("_num_tokens", "_position", "error", "matcher")
+    __slots__ = ("_num_tokens", "_position", "_tokenizer", "error", "matcher")
 
     def __init__(
         self,
@@ -25,12 +25,15 @@ class GrammarState:
         error: str = "",
         *,
         num_tokens: int = 2**31,
+        tokenizer: "llguidance.LLTokenizer | None" = None,
     ) -> None:
         """Take a matcher at the beginning of the grammar, or None and the error.
 
-        `num_tokens` is the matcher's number of tokens; a model may have more.
+        `num_tokens` is the matcher's number of tokens; a model may have more. `tokenizer` is given
+        for a grammar that may force the text of a special token.
         """
         self.matcher = matcher
+        self._tokenizer = tokenizer
         self._num_tokens = num_tokens
         self.error = error
         """The reason why the request cannot continue; empty: nothing has failed."""
@@ -61,18 +64,43 @@ class GrammarState:
         if self.matcher is not None and self.matcher.is_error():
             self.error = in_words(self.matcher.get_error()) or "the grammar has failed"
 
+    @property
+    def may_force_special(self) -> bool:
+        """Whether the grammar may force the text of a special token, so that `masks` is needed."""
+        return self._tokenizer is not None
+
     def masks(self, draft_token_ids: list[int]) -> list[bytes]:
         """Return the allowed tokens, one bit each: after the outputs and after each right draft."""
         if self.matcher is None or self.error:
             return []
         matcher = self.matcher.deep_copy() if draft_token_ids else self.matcher
-        masks = [matcher.compute_bitmask()]
+        masks = [self._mask(matcher)]
         for token_id in draft_token_ids:
             if matcher.is_stopped() or matcher.try_consume_tokens([token_id]) == 0:
                 break
-            masks.append(matcher.compute_bitmask())
+            masks.append(self._mask(matcher))
         self.note_error()
         return masks
+
+    def _mask(self, matcher: "llguidance.LLMatcher") -> bytes:
+        """Return the allowed tokens; the text of a special token is written with other tokens.
+
+        llguidance encodes forced text with the tokenizer, which finds the special token, but
+        matches that token only where the grammar names its id.
+        """
+        mask = matcher.compute_bitmask()
+        if self._tokenizer is None:
+            return mask
+        allowed = int.from_bytes(mask, "little")
+        token_id = allowed.bit_length() - 1
+        if allowed.bit_count() != 1 or matcher.is_error() or matcher.validate_tokens([token_id]):
+            return mask
+        text = matcher.compute_ff_bytes()[: len(self._tokenizer.decode_bytes([token_id]))]
+        for end in range(len(text) - 1, 0, -1):
+            first = self._tokenizer.tokenize_bytes(text[:end])[0]
+            if matcher.validate_tokens([first]):
+                return (1 << first).to_bytes(len(mask), "little")
+        return mask
 
     def drafts(self, max_tokens: int, proposed: list[int]) -> list[int]:
         """Return the tokens that the grammar forces, or the proposed drafts that it allows.
@@ -84,6 +112,8 @@ class GrammarState:
             return []
         try:
             forced = matcher.compute_ff_tokens()[:max_tokens]
+            if self.may_force_special:
+                forced = forced[: matcher.validate_tokens(forced)]
             if forced:
                 return forced
             # An unknown token would make the matcher fail.
