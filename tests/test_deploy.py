@@ -38,6 +38,17 @@ def test_yaml_can_be_read() -> None:
     assert set(services) == {"engine-a", "engine-b", "api"}
 
 
+def test_an_update_by_kubernetes_waits_until_a_container_serves() -> None:
+    """Without a probe it would end the next engine while the model of this one loads."""
+    for name in ("statefulset.yaml", "agents.yaml", "kuberay.yaml"):
+        for part in yaml.safe_load_all((DEPLOY / name).read_text()):
+            if part["kind"] in ("StatefulSet", "Deployment"):
+                containers = part["spec"]["template"]["spec"]["containers"]
+                assert all("readinessProbe" in container for container in containers), name
+    service, _ = yaml.safe_load_all((DEPLOY / "statefulset.yaml").read_text())
+    assert service["spec"]["publishNotReadyAddresses"]
+
+
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd")
 def test_systemd_finds_nothing_but_the_missing_program() -> None:
     command = ["systemd-analyze", "verify", str(DEPLOY / "troika.service")]
