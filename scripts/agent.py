@@ -25,7 +25,8 @@ from protocol.process.logs import configure_logging, log_label
 from protocol.transport.curve import read_client_keys, read_server_keys
 from scripts.supervisor.console import Console
 from scripts.supervisor.head_link import HeadLink
-from scripts.supervisor.serving import Invocation, open_run_dir, serve
+from scripts.supervisor.invocation import Invocation
+from scripts.supervisor.serving import open_run_dir, serve
 from scripts.supervisor.startup import watch_signals
 
 _NAME = re.compile("[A-Za-z0-9._:-]{1,128}")

@@ -38,12 +38,11 @@ from protocol.transport.channel import (
 )
 from scripts.supervisor import actions
 from scripts.supervisor.actions import Action, Slot, api_slot
-from scripts.supervisor.console import Console
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.host_agents import HostAgents
+from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.process_table import ProcessTable, ZygoteEvent, num_ranks
-from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dir_keeper import RunDirKeeper
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name
@@ -75,32 +74,27 @@ class Supervisor:
         self,
         config: EngineConfig,
         run_dir: RunDir,
-        console: Console,
+        invocation: Invocation,
         *,
         listener: socket.socket | None,
-        parent_fd: int | None,
-        started_at: float,
         system: System,
-        reports: Reports | None = None,
         agents: HostAgents | None = None,
     ) -> None:
         """Listen for children; `run` starts them. Without a `listener` there is no API.
 
-        EOF of `parent_fd`, or the end of this process's parent, ends everything at once.
-        `started_at` is the beginning of the start, in monotonic seconds. `reports` go to whatever
-        has started the engine; `agents` are the engines of other machines that have joined this
-        one.
+        `agents` are the engines of other machines that have joined this one.
         """
-        self._reports = reports
+        self._invocation = invocation
+        self._reports = invocation.reports
         self._agents = agents
         self._config = config
-        self._console = console
+        self._console = invocation.console
         is_tls = config.api.ssl_certfile is not None
         self._url = None if listener is None else url_of(listener, is_tls=is_tls)
         self._cores = core_places(config)
         # A fork of the parent may hold the pipe open after the parent's end: the pidfd shows it.
+        parent_fd = invocation.parent_fd
         self._parent_fds = [] if parent_fd is None else [parent_fd, os.pidfd_open(os.getppid())]
-        self._started_at = started_at
         self._clock = system.clock
         self.policy = SupervisorPolicy(
             config.recovery,
@@ -121,7 +115,7 @@ class Supervisor:
         )
         is_whole_engine = config.run.replica is None
         self._run_dir_keeper = RunDirKeeper(
-            run_dir, self._link, agents, console, makes_parents=is_whole_engine
+            run_dir, self._link, agents, self._console, makes_parents=is_whole_engine
         )
         self._poller = system.make_poller()
         for source in (self._link.socket, *self._parent_fds):
@@ -129,8 +123,9 @@ class Supervisor:
         slots = _slots_of(self.policy, config, has_api=listener is not None)
         self._table = ProcessTable(config, slots, listener, self._link, self._poller, system=system)
 
-    def run(self, signal_fd: int) -> int:
-        """Run all processes to their end; `signal_fd` has one byte for each signal to stop."""
+    def run(self) -> int:
+        """Run all processes to their end; return the exit status."""
+        signal_fd = self._invocation.signal_fd
         self._poller.register(signal_fd, zmq.POLLIN)
         if self._reports is not None:
             self._poller.register(self._reports.socket, zmq.POLLIN)
@@ -348,7 +343,7 @@ class Supervisor:
             self._reports.ready(self._facts)
         name = served_name(self._config)
         place = ", ".join(self._cores) if self._url is None else api_root(self._url)
-        seconds = self._clock.monotonic() - self._started_at
+        seconds = self._clock.monotonic() - self._invocation.started_at
         self._console.line(f"Troika serves {name} at {place} (ready in {seconds:.1f} s)")
         for fact in self._facts:
             self._console.fact(fact)

@@ -5,7 +5,7 @@ import re
 import socket
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import msgspec
 
@@ -18,13 +18,12 @@ from protocol.process.prctl import set_subreaper
 from protocol.stores.tiers import hold_memory
 from scripts.gguf.locks import hold_directories
 from scripts.hub.messages import gguf_files, hub_names
-from scripts.supervisor.console import Console
 from scripts.supervisor.fetching import Interrupted, ModelFetch
 from scripts.supervisor.gpus import divide_gpus
 from scripts.supervisor.host_agents import HostAgents
+from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.process_table import num_ranks
-from scripts.supervisor.reports import Reports
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, wait_for_epoch_by_clock
 from scripts.supervisor.startup import (
     check_adapters,
@@ -48,23 +47,6 @@ def open_run_dir(path: str | None, *, is_temporary: bool = False) -> RunDir:
         raise ConfigError(f"`run_dir` {path} cannot be used: {error.strerror}") from error
     except (ValueError, RunDirBusyError) as error:
         raise ConfigError(re.sub("^run_dir(?= )", "`run_dir`", str(error))) from error
-
-
-class Invocation(NamedTuple):
-    """How an engine was started, and its connections to the process that started it."""
-
-    console: Console
-    signal_fd: int
-    """A descriptor that yields one byte for each signal to stop."""
-    started_at: float
-    """Time at which the start began, on the monotonic clock."""
-    has_api: bool
-    has_bars: bool
-    """Whether the terminal shows the progress of fetching a model."""
-    parent_fd: int | None = None
-    """A pipe whose EOF ends everything at once."""
-    reports: Reports | None = None
-    """Receives reports for the process that started the engine."""
 
 
 def serve(
@@ -112,7 +94,7 @@ def serve(
         supervisor = _supervisor(config, run_dir, invocation, listener, agents)
         if is_whole:
             run_dir.register()
-        status = supervisor.run(invocation.signal_fd)
+        status = supervisor.run()
         is_abandoned = supervisor.was_orphaned
         return status, supervisor.policy.failure
 
@@ -196,15 +178,7 @@ def _supervisor(
 ) -> Supervisor:
     set_subreaper(Role.ZYGOTE in num_ranks(config, has_api=listener is not None))
     return Supervisor(
-        config,
-        run_dir,
-        invocation.console,
-        listener=listener,
-        parent_fd=invocation.parent_fd,
-        started_at=invocation.started_at,
-        system=System(),
-        reports=invocation.reports,
-        agents=agents,
+        config, run_dir, invocation, listener=listener, system=System(), agents=agents
     )
 
 

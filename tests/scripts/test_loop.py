@@ -21,6 +21,7 @@ from protocol.lifecycle import Role
 from protocol.process.child_handle import Child
 from scripts.supervisor import process_table
 from scripts.supervisor.console import Console
+from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.policy import CRASH_LOOP_DEATHS
 from scripts.supervisor.run_dirs import RunDir
@@ -40,6 +41,10 @@ def run_dir() -> Iterator[RunDir]:
     shutil.rmtree(path)
 
 
+def invocation(console: Console, signal_fd: int) -> Invocation:
+    return Invocation(console, signal_fd, time.monotonic(), has_api=False, has_bars=False)
+
+
 def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
     run_dir: RunDir,
 ) -> None:
@@ -54,17 +59,15 @@ def test_processes_that_cannot_be_started_end_the_start_with_the_reason(
         CONFIG, run=msgspec.structs.replace(CONFIG.run, run_dir=run_dir.path)
     )
     stream = io.StringIO()
+    read_fd, write_fd = os.pipe()
     starting = Supervisor(
         config,
         run_dir,
-        Console(stream, is_terminal=True),
+        invocation(Console(stream, is_terminal=True), read_fd),
         listener=None,
-        parent_fd=None,
-        started_at=time.monotonic(),
         system=System(start_child=refuse),
     )
-    read_fd, write_fd = os.pipe()
-    assert starting.run(read_fd) == 1
+    assert starting.run() == 1
     os.close(read_fd)
     os.close(write_fd)
     failure = starting.policy.failure
@@ -99,19 +102,17 @@ def test_successor_is_started_when_its_predecessor_is_reaped(
         recovery=recovery,
         parallel=ParallelConfig(),
     )
+    read_fd, write_fd = os.pipe()
     running = Supervisor(
         config,
         run_dir,
-        Console(io.StringIO(), is_terminal=False),
+        invocation(Console(io.StringIO(), is_terminal=False), read_fd),
         listener=None,
-        parent_fd=None,
-        started_at=time.monotonic(),
         system=System(start_child=MournedChild),
     )
-    read_fd, write_fd = os.pipe()
     harm = threading.Thread(target=_harm, args=(running, write_fd))
     harm.start()
-    status = running.run(read_fd)
+    status = running.run()
     harm.join()
     os.close(read_fd)
     os.close(write_fd)

@@ -8,6 +8,7 @@ from typing import Any, cast
 from protocol.config import EngineConfig
 from protocol.lifecycle import Role
 from scripts.supervisor.console import Console
+from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.system import OomCounter, System
@@ -131,10 +132,14 @@ class SupervisorProcess(Process):
         supervisor = Supervisor(
             self._config,
             cast(RunDir, self._epochs),
-            cast(Console, SilentConsole()),
+            Invocation(
+                cast(Console, SilentConsole()),
+                signal_fd=-1,  # signals are events of the world
+                started_at=self.world.seconds(),
+                has_api=self._has_api,
+                has_bars=False,
+            ),
             listener=cast(Any, Listener()) if self._has_api else None,
-            parent_fd=None,
-            started_at=self.world.seconds(),
             system=self._system(),
         )
         self._inbox = cast(SimulatedSocket, supervisor._link.socket).inbox
