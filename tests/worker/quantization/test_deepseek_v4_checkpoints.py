@@ -13,9 +13,9 @@ from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.driving import drive
 from tests.worker.loading.test_loader import change_config
 from tests.worker.parity import generate, make_prompts, make_runner
+from tests.worker.quantization.coded_models import open_files
 from tests.worker.quantization.deepseek_v4_checkpoints import write_published
 from tests.worker.quantization.quantized_checkpoints import replace_tensor
-from tests.worker.quantization.test_quantized_checkpoints import open_files
 from tests.worker.runners import make_runners
 from worker_proc.errors import CheckpointError
 from worker_proc.modules.grouped_experts import GroupedExperts

@@ -15,7 +15,7 @@ from protocol.sampling import SamplingParams
 from tests.tools.library_checkpoints import EXPECTED, NUM_TOKENS, PROMPTS, WRITERS, digest, write
 from tests.worker.driving import drive
 from tests.worker.parity import make_runner
-from tests.worker.quantization.test_quantized_checkpoints import coded_formats, open_files
+from tests.worker.quantization.coded_models import coded_formats, open_files
 from worker_proc.native.build import compiler
 from worker_proc.native.packed_weights import Format
 
