@@ -41,7 +41,7 @@ _MAX_SHOWN_NAMES = 16
 
 
 class ApiState:
-    """One per application."""
+    """The state of one API process, which has one application."""
 
     def __init__(
         self,

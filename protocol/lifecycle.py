@@ -17,6 +17,8 @@ REPEAT_S = 2.0
 
 
 class Role(enum.StrEnum):
+    """What a process of an engine does."""
+
     SUPERVISOR = "supervisor"
     API = "api"
     CORE = "core"
@@ -181,7 +183,7 @@ class RestartQuery(Message):
 
 
 class RestartReply(Message):
-    """Supervisor → sender of the query."""
+    """Supervisor → sender of the query: whether the processes are being replaced."""
 
     accepted: bool
     reason: Text = ""
@@ -203,7 +205,7 @@ class ProcessStatus(Record):
 
 
 class StatusReply(Message):
-    """Supervisor → sender of the query."""
+    """Supervisor → sender of the query: the status of the engine and of its processes."""
 
     processes: list[ProcessStatus]
     ready: bool

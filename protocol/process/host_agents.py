@@ -22,7 +22,7 @@ AgentName = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
 
 
 class Join(Message):
-    """Agent → supervisor."""
+    """Agent → supervisor: the state of the agent and of its engine; it renews the lease."""
 
     name: AgentName
     """Unique name of the agent; of two agents with the same name, the older one is sent `Leave`."""

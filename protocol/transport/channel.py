@@ -95,6 +95,8 @@ class FrameTooLarge(Exception):
 
 
 class LinkEvent(enum.Enum):
+    """A change of a connection."""
+
     CONNECTED = "connected"
     DISCONNECTED = "disconnected"
 

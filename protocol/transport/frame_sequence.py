@@ -28,6 +28,8 @@ _OUT_OF_STEP = 3
 
 
 class FrameOrder(enum.Enum):
+    """How the number of a frame follows those before it."""
+
     NEXT = "next"
     REPEATED = "repeated"
     AFTER_A_GAP = "after a gap"
