@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.func import functional_call
 
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.no_attention import NoAttention
@@ -144,6 +145,9 @@ def _multiplies_by_elements(module: nn.Module) -> bool:
         used = products.left | products.right | products.added | products.others
         if used or not isinstance(out, torch.Tensor) or out.shape != rows.shape:
             return False
+        more = {name: weight + 1 for name, weight in module.named_parameters()}
+        if torch.equal(functional_call(module, more, (rows,)), out):
+            return False  # it multiplies other rows by them
         return all(_is_rowwise(module, (rows,), count) for count in ROW_COUNTS)
     except TRIAL_FAILURES:
         return False  # it takes other arguments
