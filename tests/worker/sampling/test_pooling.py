@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from protocol.config import CacheConfig, Device, Dtype, EngineConfig, ModelConfig, WorkerConfig
 from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
@@ -13,6 +12,7 @@ from protocol.message import unpack_floats
 from protocol.sampling import Pooling, PoolingType, SamplingParams, pooling_params
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
+from worker_proc.loading.text_model import auto_class
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import _add
@@ -76,14 +76,15 @@ def loaded(
     """A runner, and transformers' model of the same checkpoint."""
     [architecture] = [a for a in ARCHITECTURES if a.name == request.param]
     directory: Path = tmp_path_factory.mktemp(architecture.name)
-    build_checkpoint(directory, architecture.config())
+    own = architecture.config()
+    build_checkpoint(directory, own)
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype.FLOAT32, device=Device.CPU),
         cache=CacheConfig(block_size=16, num_gpu_blocks_override=200),
         worker=WorkerConfig(num_threads=1),
     )
     runner = load_model_runner(config, lambda phase, done, total: None)
-    return runner, AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    return runner, auto_class(own).from_pretrained(directory, dtype=torch.float32).eval()
 
 
 def vectors(
