@@ -11,6 +11,7 @@ import pytest
 from transformers import LlamaConfig
 
 from protocol.config import NativeDecoder
+from tests.families.configs import FAMILIES
 from tests.worker.bitwise import (
     CONFIGS,
     DTYPES,
@@ -25,6 +26,7 @@ from tests.worker.bitwise import (
 from tests.worker.checkpoints import build_checkpoint, build_checkpoints
 from tests.worker.runners import make_runners
 from worker_proc.attention.work import SECTION
+from worker_proc.loading.text_model import without_libraries
 from worker_proc.native.build import build, compiler
 
 
@@ -66,6 +68,20 @@ def test_logits_are_the_same_bits_in_every_schedule(
     build()
     directory = checkpoints[name]
     configs = [engine_config(directory, dtype, threads, decoder) for threads in NUM_THREADS]
+    compare(map(exact, make_runners(configs)), monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["dbrx", "longcat_flash", "muse_spark"])
+def test_mixtures_of_other_layouts_have_the_same_bits_in_every_schedule(
+    name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts in one matrix, without weights, or with a norm for each expert."""
+    build()
+    without_libraries(lambda: build_checkpoint(tmp_path, FAMILIES[name]()))  # towers need some
+    configs = [engine_config(tmp_path, dtype, threads) for threads in NUM_THREADS]
     compare(map(exact, make_runners(configs)), monkeypatch)
 
 

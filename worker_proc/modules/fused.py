@@ -28,8 +28,10 @@ from worker_proc.modules.experts import (
 )
 from worker_proc.modules.gated_norm import is_gated
 from worker_proc.modules.grouped_experts import GroupedExperts, fused_grouped_experts
+from worker_proc.modules.own_experts import pack_own_experts
 from worker_proc.modules.own_gated_experts import OwnGatedExperts, own_gated_experts
 from worker_proc.modules.packed_linear import computing_codes, make_linear, round_linears
+from worker_proc.modules.restacked_experts import restacked
 from worker_proc.modules.router import install_router
 from worker_proc.modules.scaled_experts import scaled_experts
 from worker_proc.modules.trial_errors import greatest
@@ -63,6 +65,8 @@ ROUTER_KEY = " router"
 Module = TypeVar("Module", bound=nn.Module)
 OWN_GATE = -1
 """The kernel number of experts whose gates the module's own code computes."""
+OWN_FORWARD = -2
+"""The kernel number of experts whose own forward multiplies by packed matrices."""
 _Fused = tuple[int, nn.Module]
 """The number of a kernel among those of its kind, and the module that uses it."""
 
@@ -196,7 +200,10 @@ def fuse_modules(
             parameters = tuple(map(id, child.parameters()))
             number = None if proven is None else proven[child_path]
             found = _fused(child, library, dtype, number, format)
-            if found is not None:
+            if found is None and _packs_own_experts(child, library, number, format):
+                fused[child_path] = OWN_FORWARD
+                fused |= _with_router(parent, path, library, dtype, proven)
+            elif found is not None:
                 fused[child_path], replacement = found
                 if parameters:
                     replacement = made.setdefault((found[0], *parameters), replacement)
@@ -259,7 +266,7 @@ def _fused(
     format: Format,
 ) -> _Fused | None:
     """Return a module's kernel; `number` is set if it has been proven before."""
-    if dtype not in NATIVE_DTYPES:
+    if dtype not in NATIVE_DTYPES or number == OWN_FORWARD:
         return None
     names = {name for name, _ in module.named_children()}
     if names - _ACTIVATIONS in _MLP_CHILDREN:
@@ -268,6 +275,8 @@ def _fused(
         return _fused_experts(module, library, number, format)
     if getattr(module, "down_proj", None) is not None and not names - _ACTIVATIONS:
         return _fused_grouped(module, library, number, format)
+    if format is Format.UNITS and (experts := restacked(module)) is not None:
+        return _fused_grouped(experts, library, number, format)
     if not names and next(chain(module.parameters(), module.buffers()), None) is None:
         activation = activation_of(module, library, number=number)
         return None if activation is None else (activation, FusedActivation(library, activation))
@@ -393,6 +402,15 @@ def _fused_grouped(
     if format is Format.UNITS and number in (None, OWN_GATE):
         found = own_gated_experts(module, library, is_proven=number is not None)
     return None if found is None else (OWN_GATE, found)
+
+
+def _packs_own_experts(
+    module: nn.Module, library: NativeLibrary, number: int | None, format: Format
+) -> bool:
+    """Make a module's own forward multiply by packed matrices, if it computes experts."""
+    if format is not Format.UNITS or number not in (None, OWN_FORWARD):
+        return False
+    return pack_own_experts(module, library, is_proven=number is not None)
 
 
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:

@@ -168,10 +168,11 @@ class GroupedExperts(nn.Module):
     def forward(
         self, hidden: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return `[num_rows, hidden_size]`, given `[num_rows, top_k]` experts and weights.
+        """Return `[..., hidden_size]`, given `[num_rows, top_k]` experts and weights.
 
         A row's experts are added in ascending order. An expert number out of range contributes 0.
         """
+        rows = hidden.flatten(0, -2)
         index, order = top_k_index.sort(dim=-1, stable=True)
         weights = top_k_weights.gather(-1, order)
         exists = (index >= 0) & (index < self.num_experts)
@@ -181,8 +182,8 @@ class GroupedExperts(nn.Module):
         num_chosen = index.shape[-1]
         chosen = Chosen(num_chosen, weights.dtype == hidden.dtype)
         program = as_program(self.products.instructions(EXPERT_BUFFERS, chosen))
-        out = self.products.execute(program, hidden, num_chosen, choices.flatten(1))
-        return out.contiguous()
+        out = self.products.execute(program, rows, num_chosen, choices.flatten(1))
+        return out.contiguous().view(hidden.shape)
 
 
 def gating_of(module: nn.Module, activation: Activation | None) -> Gating | None:
@@ -222,7 +223,7 @@ def fused_grouped_experts(
         round_experts(module, library, format)
         experts = read_experts(module)
         assert experts is not None
-    tried = trials(experts)
+    tried = trials(experts.sizes, experts.down.weights.dtype)
     codes_rows = format is Format.INT8_FOR_CODES or experts.takes_row_codes
     computing = None
     if codes_rows or format is Format.INT8:
@@ -269,9 +270,9 @@ def _own_definition(module: nn.Module) -> Iterator[None]:
         del module.__dict__["forward"]
 
 
-def trials(experts: ExpertModule) -> Trials:
+def trials(sizes: ExpertSizes, dtype: torch.dtype) -> Trials:
     """Return rows of every scale; together they reach all experts."""
-    num_experts, hidden_size, _ = experts.sizes
+    num_experts, hidden_size, _ = sizes
     generator = make_generator(1)
     num_chosen = min(TRIAL_CHOSEN, num_experts)
     num_rows = max(-(-num_experts // num_chosen), MIN_TRIAL_ROWS)
@@ -280,6 +281,5 @@ def trials(experts: ExpertModule) -> Trials:
     for scale in TRIAL_SCALES:
         rows.append(torch.randn(num_rows, hidden_size, generator=generator) * scale)
         weights.append(torch.rand(num_rows, num_chosen, generator=generator) + 0.1)
-    dtype = experts.down.weights.dtype
     index = index.repeat(len(TRIAL_SCALES), 1)
     return Trials(torch.cat(rows).to(dtype), index, torch.cat(weights))

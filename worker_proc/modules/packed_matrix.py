@@ -76,7 +76,7 @@ class PackedMatrices:
     """Replaces weights `[num_matrices, out_features, in_features]` in a module.
 
     Transposed, they can be the second argument of `torch.bmm`, with separate rows for each matrix.
-    Every other operation raises TypeError.
+    Each matrix can be taken by its number. Every other operation raises TypeError.
     """
 
     def __init__(self, library: NativeLibrary, weight: torch.Tensor) -> None:
@@ -87,6 +87,11 @@ class PackedMatrices:
     def is_used(self) -> bool:
         """True if rows have been multiplied by every matrix."""
         return all(matrix.is_used for matrix in self._matrices)
+
+    def __getitem__(self, number: int | torch.Tensor) -> PackedMatrix:
+        if self._is_transposed:
+            raise TypeError("transposed packed weights are not taken one by one")
+        return self._matrices[int(number)]
 
     def transpose(self, one: int, other: int) -> "PackedMatrices":
         """Return the same weights with outputs and inputs exchanged."""

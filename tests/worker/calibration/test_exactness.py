@@ -53,6 +53,8 @@ def test_plain_products_are_declared(
     monkeypatch.setattr(fused, "fused_grouped_experts", lambda *_, **__: None)
     assert load(tmp_path, "float32").facts.exact_resume  # with gates by the module's own code
     monkeypatch.setattr(fused, "own_gated_experts", lambda *_, **__: None)
+    assert load(tmp_path, "float32").facts.exact_resume  # by the module's own forward
+    monkeypatch.setattr(fused, "pack_own_experts", lambda *_, **__: False)
     reason = reason_of(load(tmp_path, "float32"))
     assert "plain matrix products" in reason
     assert "model.layers.1.mlp.experts (DeepseekV3Experts)" in reason

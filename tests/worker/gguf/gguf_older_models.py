@@ -211,8 +211,6 @@ OLDER_FILES: Mapping[str, Type] = {
     **{"gpt2": Type.Q8_0, "bloom": Type.Q8_0, "phi2_joined": Type.Q6_K},
 }
 """The type of the matrices of each file."""
-INEXACT = ("dbrx",)
-"""Models of which a result may depend on the rows that are computed beside."""
 JOINED_FILES = ("phi2_joined", "chatglm_joined", "mimo2_joined", "bailingmoe2")
 """Files whose queries, keys and values are one tensor."""
 

@@ -32,7 +32,6 @@ from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.driving import drive
 from tests.worker.gguf.gguf_files import WIDE, byte_vocabulary, random_blocks, write_gguf
 from tests.worker.gguf.gguf_models import BRIEF, CONFIGS, FILES, FURTHER, USUAL, write_named
-from tests.worker.gguf.gguf_older_models import INEXACT
 from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,
@@ -158,7 +157,7 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) 
     for mode, options in modes.items():
         run = drive(runner, prompts, GREEDY, **({"max_num_seqs": 16} | options))
         assert run.output_token_ids == expected, mode
-    assert runner.facts.exact_resume is (name not in INEXACT)
+    assert runner.facts.exact_resume
     is_plain = FILES[name] in (Type.F32, Type.F16, Type.BF16)
     assert runner.facts.quantization.startswith("" if is_plain else "gguf ")
 

@@ -10,6 +10,7 @@ from torch import nn
 from torch.nn import functional
 from transformers import (
     AriaTextConfig,
+    DbrxConfig,
     DeepseekV3Config,
     GptOssConfig,
     Lfm2MoeConfig,
@@ -20,6 +21,7 @@ from transformers import (
 from transformers.models.afmoe.configuration_afmoe import AfmoeConfig
 from transformers.models.afmoe.modeling_afmoe import AfmoeSparseMoeBlock
 from transformers.models.aria.modeling_aria import AriaExperts
+from transformers.models.dbrx.modeling_dbrx import DbrxExperts
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Experts, DeepseekV3MoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts, GptOssMLP
 from transformers.models.lfm2_moe.modeling_lfm2_moe import Lfm2MoeSparseMoeBlock
@@ -114,6 +116,17 @@ EXPERTS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+def dbrx() -> nn.Module:
+    """Its matrices lie below each other."""
+    sizes = {"ffn_hidden_size": SIZE, "moe_num_experts": NUM_EXPERTS}
+    config = DbrxConfig(d_model=HIDDEN_SIZE, ffn_config={"hidden_size": HIDDEN_SIZE, **sizes})
+    return DbrxExperts(config.ffn_config)
+
+
+IN_UNITS = EXPERTS | {"dbrx": dbrx}
+"""Those whose weights are not rounded to codes, too."""
+
+
 class Holder(nn.Module):
     """A model with nothing but experts."""
 
@@ -150,20 +163,27 @@ def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize("kind", IN_UNITS)
 @torch.inference_mode()
 def test_experts_equal_the_module(kind: str, dtype: torch.dtype, library: NativeLibrary) -> None:
-    """Of which no weights are kept. The dtype of the weights of experts may be either."""
-    holder = Holder(randomized(EXPERTS[kind](), dtype))
+    """Of which no weights are kept. The dtype of the weights of experts may be either.
+
+    DBRX's own code takes only that of the rows.
+    """
+    holder = Holder(randomized(IN_UNITS[kind](), dtype))
     inputs = [rows_and_choices(count, dtype) for count in (1, 2, 40, 500)]
     rows, index, weights = inputs[-1]
     inputs.append((rows, index, weights.to(dtype)))
-    wanted = [definition(holder.experts, *each) for each in inputs]
+    if kind == "dbrx":
+        inputs = [(rows, index, weights.to(dtype)) for rows, index, weights in inputs]
+    wanted = [definition(holder.experts, *each).view_as(each[0]) for each in inputs]
     assert list(fuse_modules(holder, library, dtype)) == ["experts"]
     assert isinstance(holder.experts, GroupedExperts)
     assert next(holder.parameters(), None) is None
     for each, want in zip(inputs, wanted, strict=True):
         assert_close(holder.experts(*each), want)
+    rows, *choices = inputs[-1]  # rows of a text, as DBRX passes them
+    assert torch.equal(holder.experts(rows[None], *choices)[0], holder.experts(rows, *choices))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
