@@ -39,17 +39,33 @@ template <class F>
   if (i < size) f(i, size - i);
 }
 
+// The sum of the squares of `size` values, by lanes.
+template <typename T>
+inline Vec sum_squares(const T* x, int size) {
+  Part sums[kParts] = {};
+  const auto add = [&](const auto* values) {
+    for (int p = 0; p < kParts; p++) {
+      const Part v = part_at(values + p * kPartLanes);
+      sums[p] += v * v;
+    }
+  };
+  int i = 0;
+  for (; i + kLanes <= size; i += kLanes) add(x + i);
+  if (i < size) {
+    const Vec rest = load_part(x + i, size - i);
+    add(reinterpret_cast<const float*>(&rest));
+  }
+  Vec all;
+  std::memcpy(&all, sums, sizeof all);
+  return all;
+}
+
 // y = x / sqrt(mean(x²) + epsilon) · weight, for one row of `size` values
 template <typename T>
 inline void normalize_row(const T* x, const float* weight, T* y, int size, float epsilon,
                           bool round_before_weight) {
-  Vec squares = splat(0.0f);
-  for_vectors(size, [&](int i, auto count) {
-    const Vec v = load_any(x + i, count);
-    squares += v * v;
-  });
-  const float mean = fold(squares, [](Vec a, Vec b) { return a + b; }) / size;
-  const float factor = 1.0f / std::sqrt(mean + epsilon);
+  const float sum = fold(sum_squares(x, size), [](Vec a, Vec b) { return a + b; });
+  const float factor = 1.0f / std::sqrt(sum / size + epsilon);
   for_vectors(size, [&](int i, auto count) {
     Vec v = load_any(x + i, count) * factor;
     if (round_before_weight) v = rounded(v, T{});

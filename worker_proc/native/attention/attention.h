@@ -74,33 +74,43 @@ struct Span {
 // Rows of a register tile: their accumulators fit into the registers, beside the keys or values.
 constexpr int kRegisterRows = kPartLanes == kLanes ? 8 : 3;
 
+// Adds the products of one dimension of R queries and of a span's keys to sums.
+template <typename T, int R>
+[[gnu::always_inline]] inline void add_dimension(const float* query, int stride, const T* keys,
+                                                 Part (&sums)[R][kParts]) {
+  Part parts[kParts];
+#pragma GCC unroll 32
+  for (int p = 0; p < kParts; p++) {
+    parts[p] = part_at(keys + p * kPartLanes);
+    hold_in_register(parts[p]);
+  }
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < kParts; p++) sums[r][p] += query[r * stride] * parts[p];
+}
+
 // Scores of R rows with a span, in tile.weights. Even and odd dimensions have separate sums.
 template <typename T, int R>
 void score(Tile& tile, int first, const Span<T>& span) {
   Part even[R][kParts], odd[R][kParts];
+#pragma GCC unroll 32
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
     for (int p = 0; p < kParts; p++) even[r][p] = odd[r][p] = Part{};
-  const float* query = tile.query + first * tile.dim;
+  const float* const query = tile.query + first * tile.dim;
+  const auto keys_of = [&](int d) { return span.keys + d * span.key_stride; };
   int d = 0;
-  for (; d + 1 < tile.dim; d += 2)
-    for (int p = 0; p < kParts; p++) {
-      const Part k0 = part_at(span.keys + d * span.key_stride + p * kPartLanes);
-      const Part k1 = part_at(span.keys + (d + 1) * span.key_stride + p * kPartLanes);
-      for (int r = 0; r < R; r++) {
-        even[r][p] += query[r * tile.dim + d] * k0;
-        odd[r][p] += query[r * tile.dim + d + 1] * k1;
-      }
-    }
-  if (d < tile.dim)
-    for (int p = 0; p < kParts; p++) {
-      const Part k0 = part_at(span.keys + d * span.key_stride + p * kPartLanes);
-      for (int r = 0; r < R; r++) even[r][p] += query[r * tile.dim + d] * k0;
-    }
+  for (; d + 1 < tile.dim; d += 2) {
+    add_dimension(query + d, tile.dim, keys_of(d), even);
+    add_dimension(query + d + 1, tile.dim, keys_of(d + 1), odd);
+  }
+  if (d < tile.dim) add_dimension(query + d, tile.dim, keys_of(d), even);
+#pragma GCC unroll 32
   for (int r = 0; r < R; r++)
-    for (int p = 0; p < kParts; p++) {
-      const Part sum = even[r][p] + odd[r][p];
-      std::memcpy(tile.weights[first + r] + p * kPartLanes, &sum, sizeof(sum));
-    }
+#pragma GCC unroll 32
+    for (int p = 0; p < kParts; p++)
+      save_part(even[r][p] + odd[r][p], tile.weights[first + r] + p * kPartLanes);
 }
 
 // Raises a row's running maximum to its greatest score.
@@ -140,12 +150,13 @@ inline bool softmax_row(Tile& tile, int r, int first_position, int num_slots) {
     raise_maximum(tile, r, s);
   else if (tile.running_max[r] == kNegInf)
     return false;
+#pragma GCC unroll 32
   for (int p = 0; p < kParts; p++) {
     const Part weight = s[p] == kNegInf ? Part{} : exp_of_part(s[p] - tile.running_max[r]);
     float* const sums = tile.weight_sums[r] + p * kPartLanes;
     const Part sum = part_at(sums) + weight;
-    std::memcpy(weights + p * kPartLanes, &weight, sizeof(weight));
-    std::memcpy(sums, &sum, sizeof(sum));
+    save_part(weight, weights + p * kPartLanes);
+    save_part(sum, sums);
   }
   return true;
 }
@@ -156,18 +167,25 @@ void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
   Part acc[R][C];
   float* const out = tile.accumulator(first) + column;
   const int stride = tile.accumulator_stride();
+#pragma GCC unroll 32
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
     for (int c = 0; c < C; c++) acc[r][c] = part_at(out + r * stride + c * kPartLanes);
   for (int k = 0; k < span.count; k++) {
     const T* values = span.values + k * span.value_stride + column;
+#pragma GCC unroll 32
     for (int c = 0; c < C; c++) {
-      const Part v = part_at(values + c * kPartLanes);
+      Part v = part_at(values + c * kPartLanes);
+      hold_in_register(v);
+#pragma GCC unroll 32
       for (int r = 0; r < R; r++) acc[r][c] += tile.weights[first + r][k] * v;
     }
   }
+#pragma GCC unroll 32
   for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
     for (int c = 0; c < C; c++)
-      std::memcpy(out + r * stride + c * kPartLanes, &acc[r][c], sizeof(Part));
+      save_part(acc[r][c], out + r * stride + c * kPartLanes);
 }
 
 // Scores, softmax and weighted values of R rows for one span.
@@ -241,7 +259,7 @@ struct SpanCopy {
       for (; i + kPartLanes <= width; i += kPartLanes) {
         Part part = part_at(from + i);
         if constexpr (kIsCode<T>) part = scaled(part, row, i);
-        std::memcpy(to + i, &part, sizeof(part));
+        save_part(part, to + i);
       }
       for (; i < width; i++) {
         to[i] = widen(from[i]);

@@ -402,7 +402,7 @@ class Compressed {
       for (int h = 0; h < kHeadsAtOnce; h++)
         parts[h] = multiply_add_part(Part{} + weights[h * stride + i], value, parts[h]);
     }
-    for (int h = 0; h < kHeadsAtOnce; h++) std::memcpy(sums + h * padded, &parts[h], sizeof(Part));
+    for (int h = 0; h < kHeadsAtOnce; h++) save_part(parts[h], sums + h * padded);
   }
 
   static constexpr int kMaxHeads = 256;

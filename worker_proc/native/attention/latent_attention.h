@@ -119,8 +119,7 @@ void accumulate_latent(LatentTile& tile, int first, int column, const LatentSpan
     }
   }
   for (int r = 0; r < R; r++)
-    for (int c = 0; c < C; c++)
-      std::memcpy(out + r * stride + c * kPartLanes, &sums[r][c], sizeof(Part));
+    for (int c = 0; c < C; c++) save_part(sums[r][c], out + r * stride + c * kPartLanes);
 }
 
 // Updates all rows of a tile by one span.
@@ -149,10 +148,7 @@ LatentSpan<float> copy_latent(LatentTile& tile, const LatentSpan<T>& span, int d
     const T* from = span.rows + static_cast<int64_t>(slot) * span.stride;
     float* to = tile.copy + slot * tile.padded_dim;
     int d = 0;
-    for (; d + kPartLanes <= dim; d += kPartLanes) {
-      const Part part = part_at(from + d);
-      std::memcpy(to + d, &part, sizeof(part));
-    }
+    for (; d + kPartLanes <= dim; d += kPartLanes) save_part(part_at(from + d), to + d);
     for (; d < dim; d++) to[d] = widen(from[d]);
     for (; d < tile.padded_dim; d++) to[d] = 0.0f;
   }

@@ -69,11 +69,12 @@ template <int R, bool kIsGroup>
 #pragma GCC unroll 32
     for (int p = 0; p < kPairParts; p++)
       sums[r][p] = kIsGroup ? Part{} : part_at(saved + r * kPairOutputs + p * kPartLanes);
-#pragma GCC unroll 1
+#pragma GCC unroll 2
   for (int64_t i = 0; i < num_inputs; i++, block += kPairOutputs)
 #pragma GCC unroll 32
     for (int p = 0; p < kPairParts; p++) {
-      const Part weights = part_at(block + p * kPartLanes);
+      Part weights = part_at(block + p * kPartLanes);
+      hold_in_register(weights);
 #pragma GCC unroll 32
       for (int r = 0; r < R; r++) sums[r][p] = sums[r][p] + rows[r * stride + i] * weights;
     }
@@ -89,7 +90,9 @@ template <int R, bool kIsGroup>
     }
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
-    std::memcpy(saved + r * kPairOutputs, sums[r], sizeof(sums[r]));
+#pragma GCC unroll 32
+    for (int p = 0; p < kPairParts; p++)
+      save_part(sums[r][p], saved + r * kPairOutputs + p * kPartLanes);
 }
 
 // Multiplies the rows [row, last_row) by the pairs [pair, last_pair), with the bits of

@@ -181,7 +181,6 @@ inline void prepare_head(const T* x, float* y, const HeadRows& heads) {
               [&](int i, auto count) { save(load_any(x + i, count) * factor, y + i, count); });
 }
 
-inline void store_part(Part v, float* p) { *reinterpret_cast<Part*>(p) = v; }
 
 constexpr int kChains = 4;  // independent accumulators, which hide the latency of additions
 
@@ -217,7 +216,7 @@ inline Vec decay_and_read(float* tile, const float* keys, const float* decays, i
     for (int p = 0; p < kParts; p++) {
       float* at = tile + key * kLanes + p * kPartLanes;
       const Part v = part_at(at) * decay;
-      store_part(v, at);
+      save_part(v, at);
       sums.chains[chain][p] += factor * v;
     }
   });
@@ -235,7 +234,7 @@ inline Vec add_and_read(float* tile, const float* keys, const float* queries, Ve
     for (int p = 0; p < kParts; p++) {
       float* at = tile + key * kLanes + p * kPartLanes;
       const Part v = part_at(at) + factor * parts[p];
-      store_part(v, at);
+      save_part(v, at);
       sums.chains[chain][p] += query * v;
     }
   });
@@ -255,7 +254,7 @@ inline Vec decay_add_and_read(float* tile, const float* keys, const float* queri
     for (int p = 0; p < kParts; p++) {
       float* at = tile + key * kLanes + p * kPartLanes;
       const Part v = part_at(at) * decay + factor * parts[p];
-      store_part(v, at);
+      save_part(v, at);
       sums.chains[chain][p] += query * v;
     }
   });

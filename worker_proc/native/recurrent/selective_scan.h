@@ -58,7 +58,7 @@ inline Vec advance(float* states, const float* decays, const T* keys, const T* q
       float* at = states + key * kLanes + p * kPartLanes;
       const Part decay = exp_of_part(part_at(decays + key * kLanes + p * kPartLanes) * steps[p]);
       const Part v = part_at(at) * decay + factor * parts[p];
-      store_part(v, at);
+      save_part(v, at);
       sums[p] += query * v;
     }
   }

@@ -16,7 +16,6 @@ namespace {
 inline PartInt splat_int(int32_t x) { return x - PartInt{}; }
 
 inline PartInt int_at(const int32_t* p) { return *reinterpret_cast<const PartInt*>(p); }
-inline void save_part(Part v, float* p) { std::memcpy(p, &v, sizeof v); }
 inline void save_int(PartInt v, int32_t* p) { std::memcpy(p, &v, sizeof v); }
 
 // 0, 1, 2, ...: the number of each lane.
