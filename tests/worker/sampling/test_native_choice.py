@@ -217,6 +217,29 @@ def test_penalties_may_give_tokens_the_scores_of_all_others() -> None:
 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("offset", [0.0, -60.0])
+def test_top_p_may_end_with_a_best_score_between_two_bfloat16_values(offset: float) -> None:
+    """A bias has lifted two tokens of a flat row above all others, to equal or different scores."""
+    native = Sampler(LARGE, EOS, CPU, NativeLibrary(build()))
+    portable = Sampler(LARGE, EOS, CPU)
+    scores = _flat(torch.Generator().manual_seed(9)).bfloat16()
+    biases = [{700: 10.03, 30_000: 10.03}, {700: 10.03, 30_000: 10.01}, {700: 10.01, 30_000: 10.03}]
+    lifted = list(biases[0])
+    scores[lifted] = 0.0
+    scores = (scores + offset).bfloat16()
+    rows = [
+        Row(SamplingParams(seed=seed, top_p=top_p, logit_bias=bias), [1, 2], 1)
+        for seed in range(4)
+        for top_p in (0.04, 0.1, 0.2, 0.5)
+        for bias in biases
+    ]
+    logits = scores.expand(len(rows), -1)
+    found = native.sample(logits, rows)
+    assert found == portable.sample(logits, rows)
+    assert set(found.token_ids) >= set(lifted)
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("has_masks", [False, True])
 def test_tokens_that_cannot_be_chosen_may_have_the_highest_scores(has_masks: bool) -> None:
     """They are the tokens that end an answer, which may not end yet, or are not in the mask."""
