@@ -8,6 +8,7 @@ The same core and the same runner as in the separate processes, stepped by the c
 between calls, and nothing survives a crash: use the processes for services.
 """
 
+import logging
 from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Unpack
@@ -31,7 +32,10 @@ from protocol.kv_events import KVEvent
 from protocol.sampling import FinishReason, SamplingParams
 from worker_proc.adapters.service import carry_out
 from worker_proc.grammar.compiler import compile_now
+from worker_proc.startup.announcement import why_portable
 from worker_proc.startup.start import make_runner
+
+log = logging.getLogger("troika.inprocess")
 
 _CLIENT = b"inprocess"
 
@@ -40,8 +44,13 @@ class InprocEngine:
     """One EngineCore and one runner, taking turns."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """Load the model of `config`; ValueError if it cannot be served."""
+        """Load the model of `config`; ValueError if it cannot be served.
+
+        Without the compiled kernels, the log has a warning.
+        """
         self._runner = make_runner(config, lambda phase, done, total: None)
+        if (reason := why_portable(self._runner.facts, self._runner.attention)) is not None:
+            log.warning("%s", reason)
         self._core = EngineCore(config)
         self._core.adopt_workers(self._runner.facts, self._runner.swap_cost_tokens)
         self._failed: list[RequestOutput] = []

@@ -1,5 +1,6 @@
 """The engine in one process: bounds, refusals, and more prompts than its queue holds."""
 
+import msgspec
 import pytest
 
 from core_proc import running_engine as engine_module
@@ -8,11 +9,26 @@ from protocol.client.errors import RequestFailed
 from protocol.config.settings import configure
 from protocol.kv_events import BlocksStored
 from protocol.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
+from scripts import inprocess
 from scripts.inprocess import InprocEngine
+from worker_proc.null_runner import NullRunner
+from worker_proc.runner import PORTABLE_ATTENTION
 
 
 def small_engine() -> InprocEngine:
     return InprocEngine(configure(model="null", max_num_waiting=2, max_num_seqs=2))
+
+
+@pytest.mark.parametrize(("attention", "count"), [(PORTABLE_ATTENTION, 1), ("native kernel", 0)])
+def test_missing_kernels_are_in_the_log(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, attention: str, count: int
+) -> None:
+    runner = NullRunner(msgspec.structs.replace(small_engine().facts, device="cpu"))
+    monkeypatch.setattr(runner, "attention", attention)
+    monkeypatch.setattr(inprocess, "make_runner", lambda *_: runner)
+    small_engine()
+    found = [record.message for record in caplog.records if "attention is slower" in record.message]
+    assert len(found) == count
 
 
 def test_generate_takes_more_prompts_than_the_queue() -> None:

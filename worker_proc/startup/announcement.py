@@ -38,13 +38,16 @@ def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
     yield f"layers: {DECODERS[facts.decoder]}; attention: {attention}, {where}"
     if facts.speculation:
         yield f"speculation: {facts.speculation}"
-    if facts.device == "cpu" and attention == PORTABLE_ATTENTION:
-        yield _why_portable()
+    if (reason := why_portable(facts, attention)) is not None:
+        yield reason
     elif not facts.exact_resume:
         yield f"an interrupted request may continue with other tokens: {facts.exact_resume_reason}"
 
 
-def _why_portable() -> str:
+def why_portable(facts: ModelFacts, attention: str) -> str | None:
+    """Return why attention has no compiled kernels, and what this costs; None if it has them."""
+    if facts.device != "cpu" or attention != PORTABLE_ATTENTION:
+        return None
     cost = (
         "attention is slower, and an interrupted request may continue with other tokens"
         " (docs/first_hour.md)"
