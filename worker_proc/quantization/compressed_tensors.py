@@ -13,9 +13,8 @@ Groups of layers may have different settings, which name their layers by `target
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -23,6 +22,7 @@ from worker_proc.errors import CheckpointError
 from worker_proc.quantization.fp4 import NVFP4_GROUP, Fp4Scheme, WholeScale
 from worker_proc.quantization.fp8 import Fp8Scheme, read_block
 from worker_proc.quantization.headers import StoredTensor
+from worker_proc.quantization.layer_rules import LayerRule
 from worker_proc.quantization.mxfp4 import E2M1_GROUP
 from worker_proc.quantization.scheme import (
     UNUSED_PARTS,
@@ -122,23 +122,6 @@ def _by_group(values: torch.Tensor, num_outputs: int) -> torch.Tensor:
     return values.expand(num_outputs, -1).contiguous()
 
 
-class _Group(NamedTuple):
-    """Layers with the same settings."""
-
-    targets: tuple[str, ...]
-    scheme: Scheme
-
-    def names(self, layer: str) -> bool:
-        """Return whether a target other than the type of all layers names this one."""
-        return any(_matches(target, layer) for target in self.targets if target != _ALL_LAYERS)
-
-
-def _matches(target: str, layer: str) -> bool:
-    if target.startswith(_REGEX):
-        return re.match(target.removeprefix(_REGEX), layer) is not None
-    return layer == target
-
-
 def _is_target(value: object) -> bool:
     """Return whether a value is a name, or a regular expression behind `re:`."""
     if not isinstance(value, str):
@@ -150,14 +133,32 @@ def _is_target(value: object) -> bool:
     return True
 
 
-def _scheme_of(groups: list[_Group], layer: str) -> Scheme:
-    """Return the scheme of the group that names a layer, or of the group of all layers."""
-    for group in groups:
-        if group.names(layer):
-            return group.scheme
-    for group in groups:
-        if _ALL_LAYERS in group.targets:
-            return group.scheme
+def _schemes_by_layer(groups: Iterable[Mapping[str, Scheme]]) -> Callable[[str], Scheme]:
+    """Return what returns the scheme of a layer, from the schemes of each group by their targets.
+
+    As in the library, a target that several groups have belongs to the last of them.
+    """
+    schemes = {target: scheme for group in groups for target, scheme in group.items()}
+    rules = [
+        LayerRule(re.compile(target.removeprefix(_REGEX)).match, schemes[target])
+        for target in sorted(schemes)
+        if target.startswith(_REGEX)
+    ]
+    return partial(_scheme_of, schemes, rules)
+
+
+def _scheme_of(schemes: Mapping[str, Scheme], rules: Sequence[LayerRule], layer: str) -> Scheme:
+    """Return the scheme of a layer's name, of the first rule for it, or of the type of all layers.
+
+    The library has the same order when it rounds weights, with regular expressions sorted.
+    """
+    if layer in schemes:
+        return schemes[layer]
+    for rule in rules:
+        if rule.finds(layer):
+            return rule.scheme
+    if _ALL_LAYERS in schemes:
+        return schemes[_ALL_LAYERS]
     raise CheckpointError(f"{layer} is stored as codes, and no target of config_groups names it")
 
 
@@ -179,7 +180,7 @@ def read_compressed_tensors(settings: Settings) -> CheckpointFormat | None:
         "compressed-tensors",
         ("weight_packed", "weight"),
         UNUSED_PARTS | parts,
-        partial(_scheme_of, groups),
+        _schemes_by_layer(groups),
     )
 
 
@@ -195,7 +196,8 @@ def _check_transforms(settings: Settings) -> None:
             raise scheme.unsupported("apply", f"the locations {supported}")
 
 
-def _read_group(group: Settings, name: str) -> _Group:
+def _read_group(group: Settings, name: str) -> dict[str, Scheme]:
+    """Return the scheme of a group of layers by each of its targets."""
     name = group.one_of("format", _FORMATS if name == _MIXED else (name,), name)
     group.one_of("output_activations", (None,))
     targets = group.get("targets", [])
@@ -206,11 +208,11 @@ def _read_group(group: Settings, name: str) -> _Group:
     weights = group.section("weights")
     weights.one_of("dynamic", (False,), False)
     if weights.one_of("type", ("int", "float"), "int") == "float":
-        return _Group(tuple(targets), _float_scheme(weights, name))
+        return dict.fromkeys(targets, _float_scheme(weights, name))
     if name in (_MXFP4, _MXFP8, _NVFP4):
         raise weights.unsupported("type", f'"float" with format "{name}"')
     rows = group.section("input_activations") if group.get("input_activations") else None
-    return _Group(tuple(targets), _int_scheme(weights, rows, is_packed=name == _PACKED))
+    return dict.fromkeys(targets, _int_scheme(weights, rows, is_packed=name == _PACKED))
 
 
 def _float_scheme(weights: Settings, name: str) -> Scheme:

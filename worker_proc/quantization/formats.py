@@ -53,6 +53,7 @@ def take_format(path: Path, config: PretrainedConfig) -> CheckpointFormat | None
     """
     section, key = None, KEY
     for holder in (config.get_text_config(decoder=True), config):
+        check_rotations(path, vars(holder), key="")
         if section is None and isinstance(getattr(holder, MLX_KEY, None), dict):
             section, key = getattr(holder, MLX_KEY), MLX_KEY
         if hasattr(holder, KEY):

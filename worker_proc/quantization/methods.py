@@ -32,20 +32,26 @@ def method_of(section: Mapping[str, Any]) -> Any:
 _JOINED_EXPERTS = ("inkling_mm_model", "inkling_text", "inkling2", "inkling2_text")
 """Types of models whose published checkpoints have the codes of all experts in one tensor."""
 
+_PLAIN_ROTATIONS = ("rotation_config", "spinquant_config")
+"""Keys of AutoRound for rows that are rotated before layers are computed.
 
-_ROTATIONS = ("rotation", "rotation_config", "spinquant_config")
-"""Keys of GPTQModel and AutoRound for rows that are rotated before layers are computed."""
+If it rounds no weights, they are at the top of config.json.
+"""
+_ROTATIONS = ("rotation", *_PLAIN_ROTATIONS)
+"""Keys of GPTQModel and AutoRound in the settings of rounded weights."""
 
 
 def check_rotations(path: Path, section: Mapping[str, Any], key: str = KEY) -> None:
     """Raise UnsupportedModel if weights are those of rotated rows, which no tensor may show.
 
-    `path` is that of the file with the settings, and `key` the one that they are under.
+    `path` is that of the file with the settings, and `key` the one that they are under. If `key` is
+    empty, they are at the top of the file.
     """
-    for name in _ROTATIONS:
+    for name in _ROTATIONS if key else _PLAIN_ROTATIONS:
         if section.get(name):
+            shown = f"{key}.{name}" if key else name
             raise UnsupportedModel(
-                f"{path}: {key}.{name} is {json.dumps(section[name])[:100]}; layers whose rows are"
+                f"{path}: {shown} is {json.dumps(section[name])[:100]}; layers whose rows are"
                 " rotated first are not supported"
             )
 

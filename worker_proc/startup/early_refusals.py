@@ -169,9 +169,12 @@ def refuse_config(directory: str) -> dict[str, Any]:
 
 
 def _refuse_format(path: Path, config: Mapping[str, Any], model_type: str) -> None:
-    """Raise UnsupportedModel if codes are in a format, or from rotated rows, that are not read."""
+    """Raise UnsupportedModel for codes in an unknown format, and for weights of rotated rows."""
     for section in (config, config.get("text_config")):
-        if isinstance(section, dict) and isinstance(section.get(KEY), dict):
+        if not isinstance(section, dict):
+            continue
+        check_rotations(path, section, key="")
+        if isinstance(section.get(KEY), dict):
             check_method(path, method_of(section[KEY]), model_type)
             check_rotations(path, section[KEY])
     if "text_config" not in config and any(

@@ -1,6 +1,7 @@
 """Settings of quantized checkpoints: which are refused, and which layers they are about."""
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,8 +44,6 @@ def compressed(**changes: Any) -> dict[str, Any]:
 
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
-
-
 BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
 FP8: dict[str, Any] = {"quant_method": "fp8"}
@@ -157,6 +156,20 @@ def test_codes_of_joined_experts_are_refused_before_weights_are_read(tmp_path: P
             refuse(str(tmp_path))
 
 
+@pytest.mark.parametrize("key", ["rotation_config", "spinquant_config"])
+def test_rotated_rows_of_plain_weights_are_refused(key: str, tmp_path: Path) -> None:
+    """AutoRound has these keys beside the sizes of a model that it rotates and does not round."""
+    LlamaConfig(**WIDE).save_pretrained(tmp_path)
+    change_config(tmp_path, **{key: {"block_size": 32}})
+    reason = f'config.json: {key} is {{"block_size": 32}}; layers whose rows are rotated first'
+    for refuse in (refuse_config, lambda path: inspect_config(path, "auto", CPU)):
+        with pytest.raises(UnsupportedModel, match=re.escape(reason)):
+            refuse(str(tmp_path))
+    change_config(tmp_path, **{key: None})
+    refuse_config(str(tmp_path))
+    assert inspect_config(str(tmp_path), "auto", CPU).format is None
+
+
 def encode_down_proj(directory: Path, expected: dict[str, torch.Tensor], layout: Layout) -> None:
     """Write the weights of each `down_proj` anew in a layout; `expected` gets their values."""
     path = directory / "model.safetensors"
@@ -234,6 +247,35 @@ def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
     change_config(tmp_path / "coded", quantization_config=settings)
     with pytest.raises(CheckpointError, match="no target of config_groups names it"):
         load(tmp_path / "coded")
+
+
+@pytest.mark.parametrize(
+    ("others", "down"),
+    [
+        ("re:.*", [f"model.layers.{number}.mlp.down_proj" for number in range(2)]),
+        (r"re:.*mlp", [r"re:.*down_proj$"]),
+        (r"re:.*down_proj$", [r"re:.*down_proj$"]),
+    ],
+    ids=["name", "sorted", "last"],
+)
+def test_targets_come_in_the_order_of_the_library(
+    others: str, down: list[str], tmp_path: Path
+) -> None:
+    """Down projections alone have zero points, which no shape shows in the other group."""
+    even, uneven = (pack_quantized(4, 64, is_symmetric=one) for one in (True, False))
+    groups = [layout.settings["config_groups"]["group_0"] for layout in (even, uneven)]
+    settings = even.settings | {
+        "config_groups": {
+            "a": groups[0] | {"targets": ["Linear", others]},
+            "b": groups[1] | {"targets": down},
+        }
+    }
+    dense = write_quantized(tmp_path / "coded", even)
+    expected = load_file(dense / "model.safetensors")
+    encode_down_proj(tmp_path / "coded", expected, uneven)
+    change_config(tmp_path / "coded", quantization_config=settings)
+    for name, stored in open_files(tmp_path / "coded").weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
 
 
 def test_groups_of_layers_have_their_own_formats(tmp_path: Path) -> None:
