@@ -95,12 +95,12 @@ class TokenizerFiles:
         return list(dict.fromkeys(number for number in found if number is not None))
 
     def suppressed_ids(self) -> list[int]:
-        """Return the ids of tokens that are never sampled; the API ignores more than it allows."""
+        """Return the ids of tokens that are never sampled, also more than a request may have."""
         numbers = self._get("suppress_tokens", [])
         if not isinstance(numbers, list) or not all(
             type(one) is int and 0 <= one < len(self._tokens) for one in numbers
         ):
-            raise self._error("suppress_tokens", f"must be a list of {len(self._tokens)} tokens")
+            raise self._error("suppress_tokens", f"must be a list of ids below {len(self._tokens)}")
         return list(numbers)
 
     def _check_differ(self) -> None:
