@@ -12,6 +12,7 @@ import msgspec
 from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
 from protocol.sampling import JSON_WHITESPACE, Grammar, GrammarKind
+from worker_proc.grammar.special_texts import SpecialTexts
 
 if TYPE_CHECKING:  # imported on use: most workers never receive a grammar
     import llguidance
@@ -126,8 +127,7 @@ class Tokens(NamedTuple):
     """The trie of a model's tokens."""
 
     tokenizer: "llguidance.LLTokenizer"
-    special_texts: list[str]
-    """The texts of tokens that llguidance matches only by their ids, without backslashes."""
+    special_texts: SpecialTexts
 
 
 class CompiledGrammar(NamedTuple):
@@ -148,7 +148,7 @@ def load_tokens(vocabulary: Vocabulary) -> Tokens:
         raise GrammarError("the checkpoint names no EOS token, and a grammar ends with one")
     if vocabulary.directory is None:
         wrapper = llguidance.TokenizerWrapper(_ByteTokens(eos[0]))
-        return Tokens(llguidance.LLTokenizer(wrapper, eos_token=eos), [])
+        return Tokens(llguidance.LLTokenizer(wrapper, eos_token=eos), SpecialTexts(()))
     file = Path(vocabulary.directory) / "tokenizer.json"
     try:
         text = file.read_text(encoding="utf-8")
@@ -159,14 +159,9 @@ def load_tokens(vocabulary: Vocabulary) -> Tokens:
         trie = llguidance.LLTokenizer(text, eos_token=eos)
         added = tokenizer.get("added_tokens") or []
         special = [each["content"] for each in added if trie.is_special_token(each["id"])]
-        return Tokens(trie, [_unescaped(text) for text in special])
+        return Tokens(trie, SpecialTexts(special))
     except Exception as error:
         raise GrammarError(f"grammars need the checkpoint's tokenizer.json: {error}") from error
-
-
-def _unescaped(text: str) -> str:
-    """Return a text as it is compared with grammars, which escape slashes and quotes."""
-    return text.replace("\\", "")
 
 
 class GrammarCompiler:
@@ -222,10 +217,9 @@ class GrammarCompiler:
         num_bytes = max(
             definition.num_bytes, _MIN_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
         )
+        may_force_special = tokens.special_texts.occur_in(text)
         with self._lock:
             if grammar not in self._matchers:
-                unescaped = _unescaped(text)
-                may_force_special = any(special in unescaped for special in tokens.special_texts)
                 self._matchers[grammar] = CompiledGrammar(matcher, num_bytes, may_force_special)
                 self._num_bytes += num_bytes
             while self._num_bytes > MAX_CACHE_BYTES and len(self._matchers) > 1:

@@ -1,6 +1,7 @@
 """Answers that contain the text of a special token, which is written with other tokens."""
 
 import json
+import random
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from protocol.sampling import Grammar, GrammarKind
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.grammar.masks import MaskComputer, MaskedRows
+from worker_proc.grammar.special_texts import SpecialTexts
 from worker_proc.grammar.state import GrammarState
 
 SPECIAL = ("</s>", "<b>", "</b>", "<|im_end|>")
@@ -78,3 +80,19 @@ def test_the_only_answer_is_written(
         if token_id == eos:
             break
     assert tokenizer.decode(token_ids[:-1], skip_special_tokens=False) == text
+
+
+def test_the_texts_that_are_found_are_those_of_a_plain_search() -> None:
+    """Texts may begin with each other, and characters of regular expressions are plain ones."""
+    rng = random.Random(3)
+
+    def make(max_length: int) -> str:
+        return "".join(rng.choices("<]^-", k=rng.randrange(max_length)))
+
+    answers = []
+    for _ in range(3000):
+        texts, grammar = [make(7) for _ in range(rng.randrange(5))], make(30)
+        answers.append(SpecialTexts(texts).occur_in(grammar))
+        assert answers[-1] == any(text in grammar for text in texts if text), (texts, grammar)
+    assert 300 < sum(answers) < 2700
+    assert SpecialTexts(["a\\b"]).occur_in(r"x\a\b\\")
