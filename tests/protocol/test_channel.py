@@ -242,18 +242,21 @@ def test_unreadable_frames_are_skipped_and_counted_with_sender_and_reason(
 
 
 def test_a_peer_of_another_version_gets_a_frame_with_this_version(link: Link) -> None:
-    """So that it can report both; a foreign program gets nothing."""
-    link.greet()
-    for name, number in (("PROTOCOL_VERSION", 99), ("MAGIC", 0)):
-        link.dealer.socket.send_multipart([other_header(name, number), b"body"])
+    """The peer can then report both versions; a foreign program gets nothing."""
+    peer = link.greet()
+    for name, number in (("MAGIC", 0), ("PROTOCOL_VERSION", 99)):
         before = link.dealer.num_read
+        link.dealer.socket.send_multipart([other_header(name, number), b"body"])
         assert link.dealer.send(0, b"next")
         assert link.receive(link.router).body == b"next"
-        with pytest.MonkeyPatch.context() as other:
-            other.setattr(message, "PROTOCOL_VERSION", 99)
-            while link.dealer.num_read == before and link.dealer.socket.poll(200):
-                assert not list(link.dealer.drain(1))
-        assert link.dealer.num_read - before == (name == "PROTOCOL_VERSION")
+        assert link.router.send(peer, 0, b"last")
+        assert link.receive(link.dealer).body == b"last"
+        assert link.dealer.num_read - before == 1 + (name == "PROTOCOL_VERSION")
+    link.dealer.socket.send_multipart([other_header("PROTOCOL_VERSION", 99), b"body"])
+    eventually(lambda: not list(link.router.drain(1)) and link.router.num_bad_frames == 3)
+    with pytest.MonkeyPatch.context() as other:
+        other.setattr(message, "PROTOCOL_VERSION", 99)
+        eventually(lambda: not list(link.dealer.drain(1)) and link.dealer.num_bad_frames == 1)
     assert link.dealer.last_bad_frame is not None
     reason = f"peer speaks protocol {PROTOCOL_VERSION}, this program 99"
     assert link.dealer.last_bad_frame.reason == reason

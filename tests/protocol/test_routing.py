@@ -221,7 +221,7 @@ def test_index_is_bounded_and_keeps_whole_prefixes() -> None:
 
 
 def test_holders_are_those_of_a_plain_index() -> None:
-    """Whatever is added, removed, displaced and forgotten, and in whichever order."""
+    """Names are added, removed, displaced and forgotten in any order."""
     index, rng, most = PrefixIndex(), random.Random(5), 12
     plain: dict[int, OrderedDict[bytes, None]] = {number: OrderedDict() for number in range(6)}
     every = [names_of(*seeds) for seeds in product(range(3), repeat=3)]
