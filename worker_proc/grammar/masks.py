@@ -7,6 +7,7 @@ from typing import NamedTuple
 import llguidance
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_proc.grammar.state import GrammarState
@@ -72,10 +73,9 @@ class MaskComputer:
         # Rows after a draft that is not allowed are dropped anyway, and need no mask.
         bits = torch.full((len(rows), self._num_words), -1, dtype=torch.int32)
         placed = list(zip(requests, lines, strict=True))
-        together = [each for each in placed if not each[0].state.may_force_special]
-        alone = [each for each in placed if each[0].state.may_force_special]
         try:
-            self._fill(bits, together)
+            self._fill(bits, placed)
+            alone = [each for each in placed if _may_be_special(bits, *each)]
         except BaseException:  # including a panic of the library, which is not an Exception
             alone = placed
         for request, line in alone:
@@ -110,3 +110,16 @@ class MaskComputer:
         for place, mask in enumerate(masks):
             row = np.frombuffer(mask[:width].ljust(width, b"\0"), np.int32)
             bits[line + place] = torch.from_numpy(row.copy())
+
+
+def _may_be_special(bits: Tensor, request: MaskedRows, line: int) -> bool:
+    """Return whether a mask may allow only a special token whose text the grammar forces."""
+    if not request.state.may_force_special:
+        return False
+    masks = bits[line : line + 1 + len(request.draft_token_ids)].numpy().view(np.uint32)
+    return any(_has_one_bit(mask) for mask in masks)
+
+
+def _has_one_bit(mask: NDArray[np.uint32]) -> bool:
+    words = mask[mask != 0]
+    return len(words) == 1 and int(words[0]).bit_count() == 1
