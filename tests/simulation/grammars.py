@@ -76,11 +76,14 @@ class SimulatedCompiler:
     def has(self, grammar: Grammar) -> bool:
         return grammar in self.compiled
 
-    def matcher(self, grammar: Grammar) -> SimulatedMatcher:
-        """Return a matcher at the beginning. Violation: the core has not waited for the grammar."""
+    def matcher_and_tokenizer(self, grammar: Grammar) -> tuple[SimulatedMatcher, None]:
+        """Return a matcher at the beginning; the grammar forces the text of no special token.
+
+        Violation: the core has not waited for the grammar.
+        """
         if not self.has(grammar) and not self._may_compile_late:
             raise Violation("grammar: a request runs before the worker has reported its grammar")
-        return SimulatedMatcher(grammar, self._facts)
+        return SimulatedMatcher(grammar, self._facts), None
 
 
 class SimulatedGrammarService:
