@@ -1,8 +1,10 @@
 """Prepares Triton for tests: its kernels run on a GPU, or are interpreted on the CPU.
 
 The interpreter keeps bfloat16 as integers: it multiplies matrices of these bits, and cuts values
-off where a GPU rounds. Both are corrected here, so that the kernels can be tested as they are. It
-also patches Triton's language again at each call of a function, which took most of the time.
+off where a GPU rounds. Its products are those of a library for CPUs, in which the bits of a row may
+depend on its place in the matrix; on a GPU they do not. All three are corrected here, so that the
+kernels can be tested as they are. It also patches Triton's language again at each call of a
+function, which took most of the time.
 """
 
 import importlib.util
@@ -25,24 +27,28 @@ def prepare_triton() -> None:
     if DEVICE.type == "cpu":
         if os.environ.get("TRITON_INTERPRET") != "1":  # tests/conftest.py sets it
             pytest.skip(NEEDS_TORCH_WITH_CUDA, allow_module_level=True)
-        _correct_bfloat16()
+        _correct_products_and_bfloat16()
         _patch_language_once()
 
 
-def _correct_bfloat16() -> None:
+def _correct_products_and_bfloat16() -> None:
     import triton.language as tl
     from triton.runtime.interpreter import InterpreterBuilder, TensorHandle
 
     if hasattr(InterpreterBuilder, "is_corrected"):
         return
-    multiply, cast = InterpreterBuilder.create_dot, InterpreterBuilder.cast_impl
+    cast = InterpreterBuilder.cast_impl
 
-    def create_dot(self: Any, a: Any, b: Any, *others: Any) -> Any:
-        wide = [
-            self.cast_impl(operand, tl.float32) if operand.dtype.scalar == tl.bfloat16 else operand
+    def create_dot(self: Any, a: Any, b: Any, added: Any, *_: Any) -> Any:
+        left, right = (
+            self.cast_impl(operand, tl.float32).data
+            if operand.dtype.scalar == tl.bfloat16
+            else operand.data
             for operand in (a, b)
-        ]
-        return multiply(self, *wide, *others)
+        )
+        dtype = added.data.dtype
+        rows = [np.matmul(row, right, dtype=dtype) for row in left]
+        return TensorHandle(np.stack(rows) + added.data, added.dtype.scalar)
 
     def cast_impl(self: Any, source: Any, target: Any) -> Any:
         kinds = source.dtype.scalar, target.scalar

@@ -63,7 +63,7 @@ CODED = (Format.INT8, Format.INT4)
 SHAPES = ((96, 128), (70, 45), (33, 300), (160, 257))
 """Outputs and inputs; most fill no panel, no unit, and no group of 128."""
 GROUP = 128
-MOST_ROWS = 40
+MAX_ROWS = 40
 NUM_MANY_ROWS = (64, 127, 128, 129, 300)
 
 
@@ -193,7 +193,7 @@ def test_sums_of_codes_are_exact_where_float32_holds_them(
         want = ((rows.double() @ numbers.double().T).float() * scales.T).bfloat16()
     else:
         want = (rows.double() @ rounded(kernels, weight, format).double().T).bfloat16()
-    for num_rows in (*range(MOST_ROWS + 1), *NUM_MANY_ROWS):
+    for num_rows in (*range(MAX_ROWS + 1), *NUM_MANY_ROWS):
         found = product(kernels, codes, rows[:num_rows])[:, : shape[0]]
         assert torch.equal(want[:num_rows], found), num_rows
 
@@ -218,7 +218,7 @@ def test_codes_give_a_row_the_same_bits_among_any_others(
     codes, again = (kernels.pack(each, bias, format, gates=gates) for each in (weight, nearest))
     alone = product(kernels, codes, row, gates=gates)
     assert torch.equal(alone, product(kernels, again, row, gates=gates))
-    for num_rows in (*range(2, MOST_ROWS + 1), *NUM_MANY_ROWS):
+    for num_rows in (*range(2, MAX_ROWS + 1), *NUM_MANY_ROWS):
         found = product(kernels, codes, row.repeat(num_rows, 1), gates=gates)
         assert torch.equal(alone.expand_as(found), found), num_rows
 
