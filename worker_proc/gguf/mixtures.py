@@ -66,11 +66,14 @@ def _glm4moe(metadata: Metadata, file: MappedFiles) -> Config:
 
 
 def _bailingmoe2(metadata: Metadata, file: MappedFiles) -> Config:
-    """Return what Ling and Ring 2 have: they are computed as GLM-4.5 is."""
+    """Return what Ling and Ring 2 have: they are computed as GLM-4.5 is.
+
+    The stated width of shared experts is that of one of them.
+    """
     check_sigmoid(metadata)
     own = routed(metadata)
     width, shared = own["moe_intermediate_size"], "expert_shared_feed_forward_length"
-    shared_width = metadata.integer(shared, own["n_shared_experts"] * width)
+    shared_width = own["n_shared_experts"] * metadata.integer(shared, width)
     if shared_width % width:
         raise metadata.unsupported(shared, f"a multiple of {width}")
     return {

@@ -205,7 +205,7 @@ CONFIGS: dict[str, Callable[[], PretrainedConfig]] = {
     "bailingmoe2": lambda: Glm4MoeConfig(
         **WIDE,
         **MOE,
-        **{"n_routed_experts": 8, "n_shared_experts": 1, "routed_scaling_factor": 2.5},
+        **{"n_routed_experts": 8, "n_shared_experts": 2, "routed_scaling_factor": 2.5},
         **{"n_group": 4, "topk_group": 2, "use_qk_norm": True, "attention_bias": False},
     ),
     "deepseek_v2": lambda: DeepseekV2Config(
