@@ -89,7 +89,7 @@ class Architecture(NamedTuple):
     """Returns parts of names of tensors that are several weights, with the name of each weight
     within its layer and what is done with the tensor for it.
 
-    A part behind the number of a layer and a dot stands for that layer alone.
+    "3.attn_qkv" is the part attn_qkv of layer 3 alone.
     """
     unused: Callable[[Metadata], Container[str]] = lambda metadata: ()
     """Returns the names of tensors that files may have and that compute nothing."""

@@ -188,7 +188,14 @@ def encode_down_proj(directory: Path, expected: dict[str, torch.Tensor], layout:
     [
         ("dynamic", {r"-:.*\.gate": {}, r"+:.*\.down_proj": {"bits": 8, "group_size": -1}}),
         ("dynamic", {r"model\.layers\.\d\.mlp\.down": {"bits": 8, "group_size": -1}}),
-        ("extra_config", {r".*\.down_proj$": {"bits": 8, "group_size": -1}}),
+        (
+            "dynamic",
+            {
+                r"mlp\.down_proj": {"bits": 4, "group_size": 64},
+                r".*\.down_proj": {"bits": 8, "group_size": -1},
+            },
+        ),
+        ("extra_config", {r"\.down_proj$": {"bits": 8, "group_size": -1}}),
         (
             "extra_config",
             {
@@ -200,7 +207,7 @@ def encode_down_proj(directory: Path, expected: dict[str, torch.Tensor], layout:
             },
         ),
     ],
-    ids=["prefixes", "none", "regex", "names"],
+    ids=["prefixes", "none", "begin", "regex", "names"],
 )
 def test_rules_give_layers_their_own_bits(key: str, rules: dict[str, Any], tmp_path: Path) -> None:
     """Down projections have 8 bits and one group; other settings do not fit their tensors."""
