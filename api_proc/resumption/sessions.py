@@ -228,7 +228,7 @@ class Sessions:
         **options: Unpack[RoutedOptions],
     ) -> HistoryReader:
         """Send one sequence to the core."""
-        history = self._new_history(session)
+        history = self._new_history(session.accepted, len(session.histories))
         add = self._client.submit_to(history, prompt_token_ids, params, **options)
         history.request_id = add.request_id
         session.histories.append(history)
@@ -327,8 +327,12 @@ class Sessions:
                     raise
                 self.remove(oldest)
 
-    def _new_history(self, session: Session) -> History:
-        number, index = session.accepted.number, len(session.histories)
+    def _new_history(self, accepted: AcceptRecord, index: int) -> History:
+        """Return the history of a sequence.
+
+        It must not refer to its session: memory would be freed only by the rare collector.
+        """
+        number, adds = accepted.number, accepted.adds
 
         def on_output(history: History, output: RequestOutput | None) -> None:
             if output is not None:
@@ -337,13 +341,11 @@ class Sessions:
                 self.journaling.write(StopRecord(number, index))
 
         def on_rebind(fingerprint: str, is_exact: bool) -> None:
-            adds = session.accepted.adds
             if index < len(adds):
                 adds[index] = with_fingerprint(adds[index], fingerprint)
             self.journaling.write(BindRecord(number, index, fingerprint, is_exact))
 
         def on_place(blocks_at: str) -> None:
-            adds = session.accepted.adds
             if index < len(adds):
                 adds[index] = with_place(adds[index], blocks_at)
             self.journaling.write(PlaceRecord(number, index, blocks_at))
@@ -401,7 +403,7 @@ class Sessions:
         return True
 
     def _adopt(self, session: Session, add: AddRequest, replayed: History) -> None:
-        history = self._new_history(session)
+        history = self._new_history(session.accepted, len(session.histories))
         session.histories.append(history)
         history.add(replayed.whole())
         history.resumed_inexactly = replayed.resumed_inexactly

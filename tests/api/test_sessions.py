@@ -2,13 +2,17 @@
 
 import asyncio
 import contextlib
+import gc
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from api_proc.bodies import CompletionBody
 from api_proc.errors import ApiError
 from api_proc.resumption.event_ids import StreamPosition
+from api_proc.resumption.sessions import DecodedRequest
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.errors import RequestFailed
@@ -146,6 +150,38 @@ async def test_an_expired_session_leaves_nothing(tmp_path: Path) -> None:
     successor = await Server(tmp_path).written()
     assert len(successor.sessions) == 0
     successor.sessions.close()
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
+@play
+async def test_a_session_is_freed_at_once(tmp_path: Path, is_restored: bool) -> None:
+    """Not when the garbage collector finds it: the process makes collections rare."""
+    server = await Server(tmp_path).written()
+    await end_without_connection(server, "r")
+    if is_restored:
+        server.sessions.close()
+        server = await Server(tmp_path).written()
+    server.client.receivers.clear()
+    session = server.sessions._by_id["r"]
+    parts = [weakref.ref(part) for part in (session, *session.histories)]
+    gc.disable()
+    try:
+        server.sessions.remove(session)
+        del session
+        await until(lambda: all(part() is None for part in parts), 5.0)
+    finally:
+        gc.enable()
+    server.sessions.close()
+
+
+async def end_without_connection(server: Server, name: str) -> None:
+    """Compute a request of two sequences, with a deadline, that no connection has read."""
+    decoded = DecodedRequest(CompletionBody(prompt="x", timeout=60.0), [Prompt([5, 6], None)])
+    session = server.sessions.begin(name, PATH, RAW, decoded)
+    for _ in range(2):
+        server.sessions.submit(session, [5, 6], SamplingParams(max_tokens=2, seed=1))
+    await server.sessions.accept(session)
+    await until(lambda: session.is_ended)
 
 
 @play
