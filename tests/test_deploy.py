@@ -31,7 +31,7 @@ def test_yaml_can_be_read() -> None:
     kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "statefulset.yaml").read_text())]
     assert kinds == ["Service", "StatefulSet"]
     kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "agents.yaml").read_text())]
-    assert kinds == ["Service", "Deployment", "Deployment"]
+    assert kinds == ["Service", "Service", "Deployment", "Deployment"]
     kinds = [part["kind"] for part in yaml.safe_load_all((DEPLOY / "kuberay.yaml").read_text())]
     assert kinds == ["RayCluster", "Service", "Deployment"]
     services = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]
@@ -47,6 +47,19 @@ def test_an_update_by_kubernetes_waits_until_a_container_serves() -> None:
                 assert all("readinessProbe" in container for container in containers), name
     service, _ = yaml.safe_load_all((DEPLOY / "statefulset.yaml").read_text())
     assert service["spec"]["publishNotReadyAddresses"]
+
+
+def test_agents_can_join_before_the_api_is_ready() -> None:
+    """By a service that lists the API's container from its start on."""
+    parts = [*yaml.safe_load_all((DEPLOY / "agents.yaml").read_text())]
+    services = {part["metadata"]["name"]: part["spec"] for part in parts[:2]}
+    arguments = parts[-1]["spec"]["template"]["spec"]["containers"][0]["args"]
+    name, _, port = arguments[arguments.index("--join") + 1].partition(":")
+    service = services[name]
+    assert service["publishNotReadyAddresses"]
+    assert [one["port"] for one in service["ports"]] == [int(port)]
+    assert service["selector"] == services["head"]["selector"]
+    assert "publishNotReadyAddresses" not in services["head"], "HTTP goes to a ready API"
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="no systemd")

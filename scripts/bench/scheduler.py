@@ -110,7 +110,7 @@ class WaitingMemory(msgspec.Struct, frozen=True):
     bare_bytes: float
     """In the scheduler, with sampling parameters that all share."""
     wire_bytes: float
-    """Build a request as the engine decodes it from a message: with separate parameters and ids."""
+    """In the engine, as decoded from a message: with separate parameters and ids."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

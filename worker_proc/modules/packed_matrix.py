@@ -19,22 +19,30 @@ class PackedMatrix:
     """
 
     def __init__(
-        self, library: NativeLibrary, weight: torch.Tensor, dtype: torch.dtype | None = None
+        self,
+        library: NativeLibrary,
+        weight: torch.Tensor,
+        dtype: torch.dtype | None = None,
+        *,
+        can_be_cast: bool = True,
     ) -> None:
+        """Pack a weight. One that can be cast keeps its unpacked values in memory."""
         self.dtype = dtype or weight.dtype
         self.shape = weight.shape
         self.device = weight.device
         self._library = library
-        self._weight = weight.detach()
+        self._weight = weight.detach() if can_be_cast else None
         self._casts: dict[torch.dtype, PackedMatrix] = {}
         self._was_used = False
-        self._packed = library.pack(self._weight.to(self.dtype), None)
+        self._packed = library.pack(weight.detach().to(self.dtype), None)
         self._instruction = projection(self._packed)
 
     def to(self, target: torch.dtype) -> "PackedMatrix":
         """Return the weight in another dtype; each dtype is packed once."""
         if target == self.dtype:
             return self
+        if self._weight is None:
+            raise TypeError(f"a packed weight of {self.dtype} is not cast to {target}")
         if target not in self._casts:
             self._casts[target] = PackedMatrix(self._library, self._weight, target)
         return self._casts[target]
@@ -76,11 +84,12 @@ class PackedMatrices:
     """Replaces weights `[num_matrices, out_features, in_features]` in a module.
 
     Transposed, they can be the second argument of `torch.bmm`, with separate rows for each matrix.
-    Each matrix can be taken by its number. Every other operation raises TypeError.
+    Each matrix can be taken by its number, but not cast. Every other operation raises TypeError.
     """
 
     def __init__(self, library: NativeLibrary, weight: torch.Tensor) -> None:
-        self._matrices = [PackedMatrix(library, matrix) for matrix in weight]
+        """Pack the weights; their unpacked values are not kept."""
+        self._matrices = [PackedMatrix(library, matrix, can_be_cast=False) for matrix in weight]
         self._is_transposed = False
 
     @property

@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, record: Record) -> None:
                 f"{name}_us": 1e6 * (after[name] - before[name]) / figures["output_tokens"]
                 for name in before
             }
-            # The figures are those of a core with a separate processor, which waits for no others.
+            # A core with a separate processor would reach this rate if it never had to wait.
             costs["core_tokens_per_s"] = 1e6 / costs["core_us"] if costs["core_us"] else 0.0
             return figures | costs
 

@@ -1,5 +1,7 @@
 """Experts that their own forward connects: packed matrices change no result, and rows are exact."""
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -94,6 +96,23 @@ def test_what_an_earlier_start_has_proven_is_not_tried(library: NativeLibrary) -
     assert isinstance(holder.experts.down_proj, PackedMatrices)
     handle.remove()
     assert_close(holder.experts(rows, index, weights), want)
+
+
+@torch.inference_mode()
+def test_the_unpacked_weights_are_not_kept(library: NativeLibrary) -> None:
+    """They would take as much memory as the packed ones."""
+    module = randomized(longcat(), torch.float32)
+    arrays = []
+    for name, parameter in [*module.named_parameters()]:
+        array = parameter.detach().numpy().copy()
+        setattr(module, name, nn.Parameter(torch.from_numpy(array), requires_grad=False))
+        arrays.append(weakref.ref(array))
+    del array, parameter
+    holder = Holder(module)
+    assert all(array() is not None for array in arrays)
+    assert fuse_modules(holder, library, torch.float32)["experts"] == OWN_FORWARD
+    gc.collect()
+    assert not any(array() is not None for array in arrays)
 
 
 class Summed(LongcatFlashExperts):
