@@ -267,12 +267,11 @@ class Generation:
         if params.grammar is not None:
             message = "cannot be combined with tools or formats that confine the answer"
             raise invalid("use_beam_search", message)
-        client = self._state.client
+        client, options = self._state.client, self._options
         facts = self._state.require_facts()  # the last replica may have left in the meantime
         check_request(AddRequest(0, [], params), facts, prompt)
 
         def submit(token_ids: TokenIds, step_params: SamplingParams) -> RequestStream:
-            options = self._options
             options["resent"] = bool(token_ids)
             try:
                 return client.submit(extended(prompt, token_ids), step_params, **options)
@@ -281,8 +280,8 @@ class Generation:
                 raise
 
         suppressed = self._state.text.defaults.suppressed(facts.vocab_size, None)
-        options = search_options(self._body, params.max_tokens, facts.eos_token_ids, suppressed)
-        for stream in BeamSearch(submit, options).streams:
+        search = search_options(self._body, params.max_tokens, facts.eos_token_ids, suppressed)
+        for stream in BeamSearch(submit, search).streams():
             self._streams.append(stream)
             self._add(stream, prompt_token_ids, params)
 

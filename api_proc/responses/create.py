@@ -122,7 +122,7 @@ async def create_response(state: ApiState, connection: Connection) -> None:
     try:
         await RESPONSES.serve(state, connection)
     except ApiError as error:
-        raise renamed(error) from error
+        raise renamed(error) from None
 
 
 async def count_input(state: ApiState, connection: Connection) -> None:
@@ -133,7 +133,7 @@ async def count_input(state: ApiState, connection: Connection) -> None:
     try:
         await _count_input(state, connection)
     except ApiError as error:
-        raise renamed(error) from error
+        raise renamed(error) from None
 
 
 async def _count_input(state: ApiState, connection: Connection) -> None:

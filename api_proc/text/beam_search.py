@@ -191,7 +191,11 @@ class BeamSearch:
         self._search = partial(beam_search, submit, options)
         self._task: asyncio.Task[BeamSearchResult] | None = None
         self._error: RequestFailed | None = None
-        self.streams = [BeamStream(self, rank) for rank in range(options.beam_width)]
+        self._num_streams = options.beam_width
+
+    def streams(self) -> "list[BeamStream]":
+        """Return a reader for each beam, the best first."""
+        return [BeamStream(self, rank) for rank in range(self._num_streams)]
 
     async def result(self) -> BeamSearchResult | None:
         """Wait for the end; None: the search was cancelled."""

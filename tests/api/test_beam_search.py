@@ -208,7 +208,7 @@ def test_a_failure_reaches_all_readers_and_leaves_no_request_open() -> None:
         return model.submit(token_ids, params)
 
     async def read() -> list[object]:
-        streams = BeamSearch(submit, options()).streams
+        streams = BeamSearch(submit, options()).streams()
         return await asyncio.gather(*(anext(s) for s in streams), return_exceptions=True)
 
     assert asyncio.run(read()) == [failure] * 3
@@ -221,7 +221,7 @@ def test_a_search_that_is_cancelled_ends_its_readers_and_its_requests(fails: boo
     error = RequestFailed(RequestError(ErrorCode.DEADLINE, "late"))
 
     async def read() -> list[object]:
-        streams = BeamSearch(model.submit, options(max_tokens=10**6)).streams
+        streams = BeamSearch(model.submit, options(max_tokens=10**6)).streams()
         reading = asyncio.gather(*(anext(s) for s in streams), return_exceptions=True)
         while model.num_steps < 50:
             await asyncio.sleep(0)

@@ -11,6 +11,9 @@ import msgspec
 import pytest
 
 from api_proc.bodies import CompletionBody
+from api_proc.http.connection import Connection
+from api_proc.openai.generation import Generation
+from api_proc.responses.body import ResponsesChat
 from protocol.config.settings import configure
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until
 from tests.system.body_flood import BODIES, body_of
@@ -116,11 +119,24 @@ def check_iterations(live: LiveServer, name: str, turn_s: float = TURN_S) -> Non
     assert not live.call(live.state.large_requests.working.locked)
 
 
-def test_a_rejected_body_is_freed_at_once(live: LiveServer) -> None:
-    """Not when the garbage collector finds it."""
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/completions", b"", 400),
+        ("/v1/responses", b'{"input": "x", "model": "other"}', 404),
+        ("/v1/responses/input_tokens", b'{"input": "x", "model": "other"}', 404),
+        ("/v1/completions", b'{"prompt": "x", "use_beam_search": true, "max_tokens": 2}', 200),
+    ],
+    ids=["ids", "response", "count", "beams"],
+)
+def test_a_request_is_freed_at_once(live: LiveServer, path: str, body: bytes, status: int) -> None:
+    """Not when the garbage collector finds it. The first case has a large body of ids."""
+    if not body:
+        path, body = body_of("ids")
 
-    def num_bodies() -> int:
-        return sum(type(item) is CompletionBody for item in gc.get_objects())
+    def num_kept() -> int:
+        kinds = (CompletionBody, ResponsesChat, Generation, Connection)
+        return sum(type(item) in kinds for item in gc.get_objects())
 
     def collect() -> None:
         gc.collect()
@@ -128,9 +144,8 @@ def test_a_rejected_body_is_freed_at_once(live: LiveServer) -> None:
 
     live.call(collect)
     try:
-        before = num_bodies()
-        path, body = body_of("ids")
-        assert asyncio.run(send(live.url, path, body)) == [400] * NUM_AT_ONCE
-        wait_until(lambda: num_bodies() <= before)
+        before = num_kept()
+        assert asyncio.run(send(live.url, path, body)) == [status] * NUM_AT_ONCE
+        wait_until(lambda: num_kept() <= before, timeout_s=5.0)
     finally:
         gc.enable()
