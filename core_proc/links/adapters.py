@@ -112,7 +112,16 @@ class Adapters:
         num_kept: int,
         num_taken: int,
     ) -> None:
-        """`num_kept`: maximum number that workers hold; `num_taken`: of requests in a turn."""
+        """Take the limits.
+
+        Args:
+            scheduler: has the requests.
+            trials: which adapters killed workers.
+            done: called when a control has ended.
+            max_loras: maximum number of adapters whose requests run at a time.
+            num_kept: maximum number of adapters that workers hold.
+            num_taken: maximum number of requests in a turn for which another adapter waits.
+        """
         self._scheduler = scheduler
         self._max_loras = max_loras
         self._num_kept = num_kept

@@ -235,8 +235,9 @@ class WorkerLink:
     def on_worker_death(self, death: WorkerDied) -> None:
         """Handle the supervisor's report; it may come before or after the loss was noticed here.
 
-        It is repeated for some seconds, so that the successor of a dead core gets it, too. Deaths
-        of workers that only the predecessor has adopted are in its log.
+        It is repeated for some seconds, so that the successor of a dead core gets it, too. The
+        death of a worker that was not adopted here is in the logs of the supervisor and, if it was
+        adopted before, of the predecessor.
         """
         if death.epoch <= self._last_death:  # it is repeated
             return

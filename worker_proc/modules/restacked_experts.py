@@ -10,7 +10,7 @@ _WEIGHTS = {"w1", "v1", "w2"}
 
 
 class RestackedExperts(nn.Module):
-    """The weights of such experts, as `gate_up_proj` and `down_proj`; computes the experts' own."""
+    """Holds the weights of such experts as `gate_up_proj` and `down_proj`; calls their forward."""
 
     _own: nn.Module
 
