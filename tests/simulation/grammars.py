@@ -71,19 +71,17 @@ class SimulatedCompiler:
         self._facts = facts
         self._may_compile_late = may_compile_late
         self.num_tokens = facts.vocab_size
+        self.tokenizer = None
         self.compiled: set[Grammar] = set()
 
     def has(self, grammar: Grammar) -> bool:
         return grammar in self.compiled
 
-    def matcher_and_tokenizer(self, grammar: Grammar) -> tuple[SimulatedMatcher, None]:
-        """Return a matcher at the beginning; the grammar forces the text of no special token.
-
-        Violation: the core has not waited for the grammar.
-        """
+    def matcher(self, grammar: Grammar) -> SimulatedMatcher:
+        """Return a matcher at the beginning. Violation: the core has not waited for the grammar."""
         if not self.has(grammar) and not self._may_compile_late:
             raise Violation("grammar: a request runs before the worker has reported its grammar")
-        return SimulatedMatcher(grammar, self._facts), None
+        return SimulatedMatcher(grammar, self._facts)
 
 
 class SimulatedGrammarService:

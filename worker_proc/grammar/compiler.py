@@ -12,7 +12,6 @@ import msgspec
 from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
 from protocol.sampling import JSON_WHITESPACE, Grammar, GrammarKind
-from worker_proc.grammar.special_texts import SpecialTexts
 
 if TYPE_CHECKING:  # imported on use: most workers never receive a grammar
     import llguidance
@@ -127,7 +126,8 @@ class Tokens(NamedTuple):
     """The trie of a model's tokens."""
 
     tokenizer: "llguidance.LLTokenizer"
-    special_texts: SpecialTexts
+    special_token_ids: list[int]
+    """Added tokens that llguidance matches only by their ids."""
 
 
 class CompiledGrammar(NamedTuple):
@@ -135,8 +135,6 @@ class CompiledGrammar(NamedTuple):
     """At the beginning of the grammar."""
     num_bytes: int
     """Estimated."""
-    may_force_special: bool
-    """Whether the text of a special token occurs in it."""
 
 
 def load_tokens(vocabulary: Vocabulary) -> Tokens:
@@ -148,7 +146,7 @@ def load_tokens(vocabulary: Vocabulary) -> Tokens:
         raise GrammarError("the checkpoint names no EOS token, and a grammar ends with one")
     if vocabulary.directory is None:
         wrapper = llguidance.TokenizerWrapper(_ByteTokens(eos[0]))
-        return Tokens(llguidance.LLTokenizer(wrapper, eos_token=eos), SpecialTexts(()))
+        return Tokens(llguidance.LLTokenizer(wrapper, eos_token=eos), [])
     file = Path(vocabulary.directory) / "tokenizer.json"
     try:
         text = file.read_text(encoding="utf-8")
@@ -158,8 +156,8 @@ def load_tokens(vocabulary: Vocabulary) -> Tokens:
             text = json.dumps(tokenizer)
         trie = llguidance.LLTokenizer(text, eos_token=eos)
         added = tokenizer.get("added_tokens") or []
-        special = [each["content"] for each in added if trie.is_special_token(each["id"])]
-        return Tokens(trie, SpecialTexts(special))
+        added_ids = [each["id"] for each in added]
+        return Tokens(trie, [token_id for token_id in added_ids if trie.is_special_token(token_id)])
     except Exception as error:
         raise GrammarError(f"grammars need the checkpoint's tokenizer.json: {error}") from error
 
@@ -181,10 +179,21 @@ class GrammarCompiler:
             self._tokens = load_tokens(self.vocabulary)
 
     @property
+    def tokenizer(self) -> "llguidance.LLTokenizer":
+        """The trie of the tokens, which must be loaded."""
+        assert self._tokens is not None
+        return self._tokens.tokenizer
+
+    @property
     def num_tokens(self) -> int:
         """Number of tokens that have bits in a mask; the tokens must be loaded."""
+        return self.tokenizer.vocab_size
+
+    @property
+    def special_token_ids(self) -> list[int]:
+        """The added tokens that only their ids match; the tokens must be loaded."""
         assert self._tokens is not None
-        return self._tokens.tokenizer.vocab_size
+        return self._tokens.special_token_ids
 
     def has(self, grammar: Grammar) -> bool:
         """Return whether a grammar is compiled; it then counts as used."""
@@ -201,7 +210,6 @@ class GrammarCompiler:
         import llguidance
 
         self.load()
-        assert self._tokens is not None
         definition = definition or Definition(define(grammar))
         limits = llguidance.LLParserLimits(
             initial_lexer_fuel=_INITIAL_LEXER_FUEL,
@@ -209,18 +217,17 @@ class GrammarCompiler:
             step_max_items=_STEP_MAX_ITEMS,
             verbose_errors=False,
         )
-        tokens, text = self._tokens, definition.text
-        matcher = llguidance.LLMatcher(tokens.tokenizer, text, log_level=0, limits=limits)
+        text = definition.text
+        matcher = llguidance.LLMatcher(self.tokenizer, text, log_level=0, limits=limits)
         matcher.compute_bitmask()  # its clones share the result
         if matcher.is_error():
             raise GrammarError(in_words(matcher.get_error())[:MAX_TEXT])
         num_bytes = max(
             definition.num_bytes, _MIN_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
         )
-        may_force_special = tokens.special_texts.occur_in(text)
         with self._lock:
             if grammar not in self._matchers:
-                self._matchers[grammar] = CompiledGrammar(matcher, num_bytes, may_force_special)
+                self._matchers[grammar] = CompiledGrammar(matcher, num_bytes)
                 self._num_bytes += num_bytes
             while self._num_bytes > MAX_CACHE_BYTES and len(self._matchers) > 1:
                 self._num_bytes -= self._matchers.popitem(last=False)[1].num_bytes
@@ -243,21 +250,9 @@ class GrammarCompiler:
 
     def matcher(self, grammar: Grammar) -> "llguidance.LLMatcher":
         """Return a matcher at the beginning of a grammar; raises GrammarError like `compile`."""
-        return self.matcher_and_tokenizer(grammar)[0]
-
-    def matcher_and_tokenizer(
-        self, grammar: Grammar
-    ) -> "tuple[llguidance.LLMatcher, llguidance.LLTokenizer | None]":
-        """Return a matcher, and the tokenizer if the grammar may force the text of a special one.
-
-        GrammarError: like `compile`.
-        """
         self.compile(grammar)
         with self._lock:
-            compiled = self._matchers[grammar]
-        assert self._tokens is not None
-        tokenizer = self._tokens.tokenizer if compiled.may_force_special else None
-        return compiled.matcher.deep_copy(), tokenizer
+            return self._matchers[grammar].matcher.deep_copy()
 
 
 def compile_now(message: CompileGrammar, grammars: GrammarCompiler | None) -> GrammarCompiled:

@@ -17,7 +17,7 @@ def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None)
         try:
             if grammars is None:
                 raise GrammarError("this worker cannot compile grammars")
-            matcher, tokenizer = grammars.matcher_and_tokenizer(grammar)
+            matcher = grammars.matcher(grammar)
         except GrammarError as error:
             request.grammar_state = GrammarState(None, request.num_prompt_tokens, str(error))
         else:
@@ -25,7 +25,7 @@ def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None)
                 matcher,
                 request.num_prompt_tokens,
                 num_tokens=grammars.num_tokens,
-                tokenizer=tokenizer,
+                tokenizer=grammars.tokenizer,
             )
             request.grammar_state.advance(request.token_ids)
     return request.grammar_state

@@ -7,7 +7,6 @@ from typing import NamedTuple
 import llguidance
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from worker_proc.grammar.state import GrammarState
@@ -52,9 +51,17 @@ class MaskedRows(NamedTuple):
 class MaskComputer:
     """Computes the masks of one step at a time."""
 
-    def __init__(self, num_threads: int, num_tokens: int, vocab_size: int) -> None:
-        """Take the number of the tokenizer's tokens and of the model's."""
+    def __init__(
+        self, num_threads: int, num_tokens: int, vocab_size: int, special_token_ids: list[int]
+    ) -> None:
+        """Take the number of the tokenizer's tokens and of the model's, and the special ones."""
         self._num_words = -(-num_tokens // _BITS)
+        special = np.zeros(self._num_words, np.uint32)
+        for token_id in special_token_ids:
+            special[token_id // _BITS] |= 1 << token_id % _BITS
+        self._special_places = np.flatnonzero(special)
+        self._special_words = special[self._special_places]
+        """The words of a line that have bits of special tokens."""
         self._vocab_size = vocab_size
         self._executor = llguidance.LLExecutor(num_threads)
         self._thread = ThreadPoolExecutor(1, "troika-masks")
@@ -75,9 +82,15 @@ class MaskComputer:
         placed = list(zip(requests, lines, strict=True))
         try:
             self._fill(bits, placed)
-            alone = [each for each in placed if _may_be_special(bits, *each)]
         except BaseException:  # including a panic of the library, which is not an Exception
             alone = placed
+        else:
+            forced = self._lines_with_only_a_special_token(bits)
+            alone = [
+                (request, line)
+                for request, line in placed
+                if not forced.isdisjoint(range(line, line + 1 + len(request.draft_token_ids)))
+            ]
         for request, line in alone:
             self._fill_alone(bits, request, line)
         for request in requests:
@@ -99,6 +112,16 @@ class MaskComputer:
         if drafted:
             self._executor.unsafe_compute_mask_ptr_with_draft_token(drafted, *size)
 
+    def _lines_with_only_a_special_token(self, bits: Tensor) -> set[int]:
+        """Return the lines in which `GrammarState.masks` may replace the only token."""
+        words = bits.numpy().view(np.uint32)
+        has_special = (words[:, self._special_places] & self._special_words).any(axis=1)
+        return {
+            int(line)
+            for line in np.flatnonzero(has_special)
+            if np.count_nonzero(words[line]) == 1 and int(words[line].max()).bit_count() == 1
+        }
+
     def _fill_alone(self, bits: Tensor, request: MaskedRows, line: int) -> None:
         """Compute the masks of one request; a failure affects only this request."""
         try:
@@ -110,16 +133,3 @@ class MaskComputer:
         for place, mask in enumerate(masks):
             row = np.frombuffer(mask[:width].ljust(width, b"\0"), np.int32)
             bits[line + place] = torch.from_numpy(row.copy())
-
-
-def _may_be_special(bits: Tensor, request: MaskedRows, line: int) -> bool:
-    """Return whether a mask may allow only a special token whose text the grammar forces."""
-    if not request.state.may_force_special:
-        return False
-    masks = bits[line : line + 1 + len(request.draft_token_ids)].numpy().view(np.uint32)
-    return any(_has_one_bit(mask) for mask in masks)
-
-
-def _has_one_bit(mask: NDArray[np.uint32]) -> bool:
-    words = mask[mask != 0]
-    return len(words) == 1 and int(words[0]).bit_count() == 1

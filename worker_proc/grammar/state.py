@@ -29,8 +29,8 @@ class GrammarState:
     ) -> None:
         """Take a matcher at the beginning of the grammar, or None and the error.
 
-        `num_tokens` is the matcher's number of tokens; a model may have more. `tokenizer` is given
-        for a grammar that may force the text of a special token.
+        `num_tokens` is the matcher's number of tokens; a model may have more. Without `tokenizer`,
+        the text of a special token cannot be written.
         """
         self.matcher = matcher
         self._tokenizer = tokenizer
@@ -64,11 +64,6 @@ class GrammarState:
         if self.matcher is not None and self.matcher.is_error():
             self.error = in_words(self.matcher.get_error()) or "the grammar has failed"
 
-    @property
-    def may_force_special(self) -> bool:
-        """Whether the grammar may force the text of a special token, so that `masks` is needed."""
-        return self._tokenizer is not None
-
     def masks(self, draft_token_ids: list[int]) -> list[bytes]:
         """Return the allowed tokens, one bit each: after the outputs and after each right draft."""
         if self.matcher is None or self.error:
@@ -89,18 +84,18 @@ class GrammarState:
         matches that token only where the grammar names its id.
         """
         mask = matcher.compute_bitmask()
-        if self._tokenizer is None:
-            return mask
         allowed = int.from_bytes(mask, "little")
         token_id = allowed.bit_length() - 1
-        if allowed.bit_count() != 1 or matcher.is_error() or matcher.validate_tokens([token_id]):
+        if self._tokenizer is None or allowed.bit_count() != 1 or matcher.is_error():
             return mask
-        text = matcher.compute_ff_bytes()[: len(self._tokenizer.decode_bytes([token_id]))]
-        for end in range(len(text) - 1, 0, -1):
-            first = self._tokenizer.tokenize_bytes(text[:end])[0]
-            if matcher.validate_tokens([first]):
-                return (1 << first).to_bytes(len(mask), "little")
-        return mask
+        if matcher.validate_tokens([token_id]):
+            return mask
+        num_bytes = len(self._tokenizer.decode_bytes([token_id]))
+        text = matcher.compute_ff_bytes()[:num_bytes].decode(errors="ignore")
+        others = self._tokenizer.greedy_tokenize(text)[:1]  # special tokens are not in the trie
+        if not others or not matcher.validate_tokens(others):
+            return mask
+        return (1 << others[0]).to_bytes(len(mask), "little")
 
     def drafts(self, max_tokens: int, proposed: list[int]) -> list[int]:
         """Return the tokens that the grammar forces, or the proposed drafts that it allows.
@@ -112,8 +107,7 @@ class GrammarState:
             return []
         try:
             forced = matcher.compute_ff_tokens()[:max_tokens]
-            if self.may_force_special:
-                forced = forced[: matcher.validate_tokens(forced)]
+            forced = forced[: matcher.validate_tokens(forced)]
             if forced:
                 return forced
             # An unknown token would make the matcher fail.

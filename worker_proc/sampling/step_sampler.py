@@ -61,7 +61,10 @@ class StepSampler:
         if self._mask_computer is None:
             assert self._grammars is not None
             self._mask_computer = MaskComputer(
-                self._num_mask_threads, self._grammars.num_tokens, self._facts.vocab_size
+                self._num_mask_threads,
+                self._grammars.num_tokens,
+                self._facts.vocab_size,
+                self._grammars.special_token_ids,
             )
         return self._mask_computer.begin(requests)
 

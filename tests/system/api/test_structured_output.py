@@ -28,9 +28,11 @@ SEEDED: dict[str, Any] = {
 }
 GREEDY: dict[str, Any] = {"prompt": PROMPT, "temperature": 0, "return_token_ids": True}
 WORDS = "[a-z]{3,9}( [a-z]{3,9}){130}"
+SPECIAL = r"([a-z]{2}\x3c\|endoftext\|\x3e){60}"
 CASES: dict[str, dict[str, Any]] = {
     "schema, logprobs": {**GREEDY, "guided_json": MANY, "logprobs": 2},
     "regex, n=2": {**SEEDED, "guided_regex": WORDS, "n": 2, "logprobs": 1},
+    "text of a special token": {**SEEDED, "guided_regex": SPECIAL},
     "lark, penalties": {
         **SEEDED,
         "structured_outputs": {"grammar": 'start: ("one" | "two" | " " | "\\n"){200}'},
@@ -149,6 +151,8 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine, roles: tuple[Role
     assert undisturbed["schema, logprobs"].choices[0].text.startswith("[")
     for choice in undisturbed["regex, n=2"].choices.values():
         assert re.fullmatch("[a-z ]+", choice.text)
+    special = undisturbed["text of a special token"].choices[0].text
+    assert re.match(r"[a-z]{2}<\|endoftext\|>[a-z]{2}<\|endo", special)
     streams = start_and_kill(engine, CASES, roles, KILL_AFTER, undisturbed)
     finish_as(streams, undisturbed)
 
