@@ -27,7 +27,7 @@ from tests.soak.report import MAX_SLOPE_MIB, theil_sen
 
 NUM_REQUESTS = 100_000
 _REQUESTS_PER_S = 85.0
-"""A higher rate on a machine that is less busy would keep more requests, which need memory."""
+"""A higher rate keeps more requests at the same time, which need memory."""
 _ID_LENGTH = 128
 _ID_LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._:-"
 _MAX_TOKENS = 40
@@ -97,14 +97,16 @@ class Abuse:
         return int(head.split()[1]), answer.decode(errors="replace")
 
 
-async def _run(abuse: Abuse, num_requests: int, concurrency: int) -> None:
+async def _run(abuse: Abuse, num_requests: int, concurrency: int, rate: float) -> None:
+    """Send requests at this rate per second; 0: each client begins the next one at once."""
     loop = asyncio.get_running_loop()
     began = loop.time()
     numbers = iter(range(num_requests))
 
     async def client() -> None:
         for number in numbers:
-            await asyncio.sleep(began + number / _REQUESTS_PER_S - loop.time())
+            if rate:
+                await asyncio.sleep(began + number / rate - loop.time())
             await abuse.one()
 
     async with asyncio.TaskGroup() as group:
@@ -136,6 +138,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--requests", type=int, default=NUM_REQUESTS)
     parser.add_argument("--concurrency", type=int, default=32)
+    parser.add_argument(
+        "--rate", type=float, default=_REQUESTS_PER_S, help="per second; 0: no bound"
+    )
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="soak-journal-") as directory:
@@ -152,7 +157,7 @@ def _soak(engine: RunningEngine, arguments: argparse.Namespace) -> int:
     points: list[tuple[float, float]] = []
     pid = engine.pid(Role.API)
     for end in range(part, arguments.requests + 1, part):
-        asyncio.run(_run(abuse, part, arguments.concurrency))
+        asyncio.run(_run(abuse, part, arguments.concurrency, arguments.rate))
         points.append((float(end), _resident(engine)))
         print(f"{end} requests, {time.monotonic() - started:.0f} s", end=", ")
         print(f"{points[-1][1] / _MIB:.1f} MiB, {_num_kept(engine)} kept", flush=True)
