@@ -52,14 +52,21 @@ def captured_hidden_states(model: Any) -> Iterator[HiddenStates]:
         if isinstance(output[0], torch.Tensor):
             found.rows = output[0][0]
 
-    # A model's forward calls one of the two, or the first, which calls the second.
-    parts = {} if model is None else {model.base_model: None, model.get_decoder(): None}
-    handles = [part.register_forward_hook(keep) for part in parts if part is not model]
+    handles = [part.register_forward_hook(keep) for part in _parts_before_head(model)]
     try:
         yield found
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _parts_before_head(model: Any) -> list[nn.Module]:
+    """Return the modules that may compute hidden states; the outermost one returns last."""
+    if model is None:
+        return []
+    # Llama 4 names its base model otherwise than `base_model` expects.
+    named = model.base_model, model.get_decoder(), getattr(model, "model", None)
+    return [part for part in dict.fromkeys(named) if part is not None and part is not model]
 
 
 def pool(

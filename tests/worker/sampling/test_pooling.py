@@ -98,7 +98,8 @@ def vectors(
 @torch.inference_mode()
 def expected(model: PreTrainedModel, text: list[int], pooling: Pooling) -> torch.Tensor:
     """Pool transformers' hidden states by hand."""
-    hidden = model.base_model(input_ids=torch.tensor([text]), use_cache=False)
+    base = model.model if model.base_model is model else model.base_model
+    hidden = base(input_ids=torch.tensor([text]), use_cache=False)
     vector = pooled(hidden.last_hidden_state[0], pooling.type)[: pooling.dimensions]
     return vector / vector.norm() if pooling.normalize else vector
 
