@@ -26,6 +26,7 @@ from protocol.config import (
     SchedulerConfig,
     WorkerConfig,
 )
+from protocol.process.run_dir import exchange_prefix
 from protocol.sampling import SamplingParams
 from scripts.testing import eventually
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
@@ -255,17 +256,17 @@ def test_ranks_that_have_sampled_other_tokens_fail(tmp_path: Path) -> None:
         at_once(calls)
 
 
-def left_behind(run_dir: Path, before: set[Path]) -> list[Path]:
+def left_behind(run_dir: Path) -> list[Path]:
     """Return the files of exchanges that are still there."""
-    new = {*SHARED_MEMORY.glob("*troika*"), *run_dir.iterdir()} - before
-    return [path for path in new if not path.name.startswith(("ranks-", "troika-kv"))]
+    shared = SHARED_MEMORY.glob(f"*{exchange_prefix(str(run_dir))}*")
+    found = [*shared, *run_dir.iterdir()]
+    return [path for path in found if not path.name.startswith("ranks-")]
 
 
 def test_without_room_in_shared_memory_ranks_use_the_run_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     exchanges = make_exchanges(tmp_path, 2)
-    before = set(SHARED_MEMORY.iterdir())
     allocate = os.posix_fallocate
 
     def fail_in_shared_memory(fd: int, first: int, num_bytes: int) -> None:
@@ -278,18 +279,17 @@ def test_without_room_in_shared_memory_ranks_use_the_run_directory(
     at_once([partial(one.add, each) for one, each in zip(exchanges, rows, strict=True)])
     assert torch.equal(rows[0], torch.full((1, 4), 2.0))
     assert "the ranks do not use /dev/shm: no room" in caplog.text
-    assert not left_behind(tmp_path, before)
+    assert not left_behind(tmp_path)
 
 
 def test_a_file_that_finds_no_room_anywhere_is_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, _ = make_exchanges(tmp_path, 2)
-    before = set(SHARED_MEMORY.iterdir())
     monkeypatch.setattr("os.posix_fallocate", Mock(side_effect=OSError("no room")))
     with pytest.raises(OSError, match="no room"):
         first.add(torch.zeros(1, 4))
-    assert not left_behind(tmp_path, before)
+    assert not left_behind(tmp_path)
 
 
 def test_a_rank_that_waits_reports_it(tmp_path: Path) -> None:
