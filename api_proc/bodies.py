@@ -485,7 +485,7 @@ def check_arguments(messages: list[ChatMessage], param: str | None = None) -> No
 
 
 def wants_generation_prompt(body: ChatBody | TokenizeBody | TemplateBody) -> bool:
-    """Return whether the prompt ends with the beginning of the model's message: the default."""
+    """Return whether the prompt ends with the beginning of the model's message, as by default."""
     return body.add_generation_prompt is not False and not body.continue_final_message
 
 

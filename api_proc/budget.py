@@ -24,7 +24,7 @@ class ClientBudget:
 
     def check(self, client: str, more: int) -> None:
         """Raise a 429 if a client may not have this number of further sequences now."""
-        num_open, most = self._num_of[client], self._max_per_client
+        num_open, most = self.num_of(client), self._max_per_client
         if more > 0 and most and num_open + more > most:
             raise overloaded(
                 f"max_open_requests_per_client: {num_open} of this client's {most} requests and"
@@ -136,7 +136,7 @@ class Lease:
         return True
 
     def end_reading(self) -> None:
-        """The included connection has ended."""
+        """Note that the included connection has ended."""
         self._is_read = False
 
     def _set(self, number: int) -> None:

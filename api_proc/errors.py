@@ -149,7 +149,7 @@ def _has_name(raw: bytes, name: str) -> bool:
     """Return whether a body that was decoded has a name whose value is not null."""
     try:
         value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(name)
-    except UnicodeDecodeError:  # of a name that no field has, at which the decoder did not look
+    except (msgspec.DecodeError, UnicodeDecodeError):  # of a name that is no field's: not decoded
         return False
     return value is not None and bytes(value).strip() != b"null"
 

@@ -232,7 +232,7 @@ class _Channel:
         raise NotImplementedError
 
     def _on_other_version(self, peer: bytes) -> None:
-        """A frame has another version of the protocol."""
+        """Handle a frame of another version of the protocol; by default nothing is sent."""
 
     def _on_flags(self, header: Header) -> None:
         """The next frame has arrived, and has flags."""

@@ -83,7 +83,7 @@ class Split(NamedTuple):
     takes_whole_words: bool = False
     """Whether a word that is a token is one, whatever its merges give."""
     has_begin: bool = False
-    """Whether a text begins with the token of the begin if the file does not state that."""
+    """Whether a text begins with the BOS token if the file does not state that."""
 
     def pre_tokenizer(self) -> pre_tokenizers.PreTokenizer:
         if self.parts:

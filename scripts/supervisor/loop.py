@@ -55,7 +55,7 @@ Ready, the `Fatal` decides whether the start is given up."""
 _LATER_FATAL_TIMEOUT_S = 0.1
 _CANNOT_START = 127
 _UNREADABLE_LINE_S = 60.0
-"""Least time in seconds between two lines of the log about messages that cannot be read."""
+"""Minimum time in seconds between two lines of the log about messages that cannot be read."""
 
 
 def _slots_of(policy: SupervisorPolicy, config: EngineConfig, *, has_api: bool) -> list[Slot]:

@@ -52,8 +52,8 @@ def complete_config(config: EngineConfig) -> EngineConfig:
 def check_tokenizer(model: ModelConfig) -> None:
     """Raise ConfigError for a checkpoint directory without a tokenizer, which the API needs."""
     directory = Path(model.model)
-    files = (directory / name for name in ("config.json", "tokenizer.json"))
-    if model.tokenizer is None and [file.is_file() for file in files] == [True, False]:
+    is_checkpoint = (directory / "config.json").is_file()
+    if is_checkpoint and model.tokenizer is None and not (directory / "tokenizer.json").is_file():
         raise ConfigError(
             f"model {model.model} has no tokenizer.json; name a directory that has one with"
             " --tokenizer"

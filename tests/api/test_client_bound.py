@@ -13,7 +13,7 @@ from protocol.config.settings import configure
 from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
 
 KEYS = ("one", "two")
-MOST = 4
+MAX_OPEN = 4
 
 
 class JournaledServer(LiveServer):
@@ -24,10 +24,11 @@ class JournaledServer(LiveServer):
             model="null",
             journal_dir=str(directory),
             api_key=KEYS,
-            max_open_requests_per_client=MOST,
+            max_open_requests_per_client=MAX_OPEN,
             resume_window_s=600.0,
         )
-        super().__init__(config, FakeClient(script=self._script))
+        # A stream without an output begins with a comment: the wait for its status is short.
+        super().__init__(config, FakeClient(script=self._script), keep_alive_interval_s=0.05)
         self.has_proceeded = False
 
     def _script(self, add: AddRequest) -> Iterator[RequestOutput]:
@@ -80,19 +81,19 @@ def test_requests_that_run_without_a_connection_count_for_their_client(tmp_path:
     with JournaledServer(tmp_path) as server:
         assert [server.status(name, n=2) for name in "ab"] == [200, 200]
         server.wait_dropped()
-        assert server.num_of("one") == MOST
+        assert server.num_of("one") == MAX_OPEN
         assert server.status("c") == 429
-        assert server.status("other", n=MOST, key="two") == 200
+        assert server.status("other", n=MAX_OPEN, key="two") == 200
         with server.post("a", n=2) as reading:
             assert reading.status_code == 200
             texts = reading.iter_text()  # its end would close the connection
             next(texts)
-            assert server.num_of("one") == MOST, "with its connection it counts no more"
+            assert server.num_of("one") == MAX_OPEN, "with its connection it counts no more"
             assert server.status("a", n=2) == 429, "further connections count"
             assert server.status("b", n=2, key="two") == 429, "those of others do, too"
         server.wait_dropped()
     with JournaledServer(tmp_path) as server:
-        assert (server.num_of("one"), server.num_of("two")) == (MOST, MOST)
+        assert (server.num_of("one"), server.num_of("two")) == (MAX_OPEN, MAX_OPEN)
         assert server.status("c") == 429
         with server.post("a", n=2) as reading:
             assert reading.status_code == 200
@@ -102,7 +103,7 @@ def test_requests_that_run_without_a_connection_count_for_their_client(tmp_path:
         with server.post("c", n=2) as whole:
             assert whole.status_code == 200
             assert whole.read().endswith(b"data: [DONE]\n\n")
-        for name, n, key in (("b", 2, "one"), ("other", MOST, "two")):
+        for name, n, key in (("b", 2, "one"), ("other", MAX_OPEN, "two")):
             with server.post(name, n, key) as rest:
                 assert rest.read().endswith(b"data: [DONE]\n\n")
         wait_until(lambda: not server.num_of("one") + server.num_of("two"))
@@ -117,10 +118,10 @@ def test_a_request_with_the_id_of_one_that_is_over_counts(tmp_path: Path) -> Non
         wait_until(lambda: session.is_ended)
         assert server.num_of("one") == 2, "its answer was not sent"
         server.has_proceeded = False
-        for n, status in ((MOST + 1, 400), (MOST, 200)):
+        for n, status in ((MAX_OPEN + 1, 400), (MAX_OPEN, 200)):
             assert server.status("r", n=n, prompt="another") == status
             server.wait_dropped()
-        assert server.num_of("one") == MOST
+        assert server.num_of("one") == MAX_OPEN
         assert server.status("more") == 429
 
 
@@ -128,7 +129,7 @@ def test_a_request_with_the_id_of_one_that_is_over_counts(tmp_path: Path) -> Non
 def test_answers_that_were_sent_do_not_count(tmp_path: Path, stream: bool) -> None:
     with JournaledServer(tmp_path) as server:
         server.proceed()
-        for i in range(2 * MOST):
+        for i in range(2 * MAX_OPEN):
             with server.post(f"r{i}", n=2, stream=stream, max_tokens=2) as response:
                 assert response.status_code == 200
                 response.read()

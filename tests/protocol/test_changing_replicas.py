@@ -9,7 +9,7 @@ from protocol.api_core import EngineState, ErrorCode, PauseMode, RequestOutput
 from protocol.client import ReplicatedClient
 from protocol.client.errors import Overloaded
 from protocol.client.request_stream import RequestStream
-from tests.protocol.fake_core import READY
+from tests.protocol.fake_core import READY, FakeCore
 from tests.protocol.replicas import PARAMS, Cores, begun, joining, output, ticks, until
 
 
@@ -109,14 +109,20 @@ def test_when_the_last_replicas_leave_requests_are_refused_with_that_reason(core
     joining(cores, act, *cores)
 
 
+async def begin_pause(client: ReplicatedClient, core: FakeCore) -> "asyncio.Task[bool]":
+    """Begin a pause of the only replica, which has received it but not answered."""
+    await until(lambda: client.clients[0].serves)
+    pausing = asyncio.create_task(client.pause())
+    await until(lambda: core.controls)
+    return pausing
+
+
 @pytest.mark.parametrize("is_answered", [True, False])
 def test_a_pause_holds_at_a_replica_that_joins(cores: Cores, is_answered: bool) -> None:
     one, other = cores
 
     async def act(client: ReplicatedClient) -> None:
-        await until(lambda: client.clients[0].serves)
-        pausing = asyncio.create_task(client.pause())
-        await until(lambda: one.controls)
+        pausing = await begin_pause(client, one)
         if is_answered:
             one.done(PauseMode.PAUSED_ALL)
             assert await pausing
@@ -135,9 +141,7 @@ def test_a_replica_that_joins_after_a_pause_computes(cores: Cores, ends: str) ->
     one, other = cores
 
     async def act(client: ReplicatedClient) -> None:
-        await until(lambda: client.clients[0].serves)
-        pausing = asyncio.create_task(client.pause())
-        await until(lambda: one.controls)
+        pausing = await begin_pause(client, one)
         one.done(PauseMode.PAUSED_ALL)
         assert await pausing
         if ends == "by another client":

@@ -43,7 +43,7 @@ class TensorEntry(NamedTuple):
     shape: tuple[int, ...]
     """The last dimension varies fastest, unlike in the file."""
     offset: int
-    """Of its data, from the begin of its file."""
+    """Of its data, from the beginning of its file."""
     file: int = 0
     """The number of its file, of those of the model."""
 
@@ -56,7 +56,7 @@ class FileHeader(NamedTuple):
     """Values by their keys: integers, floats, booleans, strings, or lists of those."""
     tensors: list[TensorEntry]
     num_bytes: int
-    """From the begin of the file to its data."""
+    """From the beginning of the file to its data."""
     file_bytes: int
 
 

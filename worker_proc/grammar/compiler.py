@@ -131,6 +131,8 @@ class Tokens(NamedTuple):
 
 
 class CompiledGrammar(NamedTuple):
+    """A grammar that is ready for use."""
+
     matcher: "llguidance.LLMatcher"
     """At the beginning of the grammar."""
     num_bytes: int

@@ -1,4 +1,4 @@
-"""Experts whose matrices lie below each other in one matrix (DBRX).
+"""Experts whose weights are concatenated along the rows of one matrix (DBRX).
 
 Their weights are stacked as those of other experts, so that the same kernels compute them.
 """
@@ -10,19 +10,19 @@ _WEIGHTS = {"w1", "v1", "w2"}
 
 
 class RestackedExperts(nn.Module):
-    """Holds the weights of such experts as `gate_up_proj` and `down_proj`; calls their forward."""
+    """Such experts, with their weights stacked as `gate_up_proj` and `down_proj`."""
 
     _own: nn.Module
 
     def __init__(self, own: nn.Module, num_experts: int) -> None:
-        """`own` has `[num_experts * size, hidden_size]` gates, factors and second products."""
+        """`own` has gate, up and down projections `[num_experts * size, hidden_size]`."""
         super().__init__()
         mlp = own.get_submodule("mlp")
-        gates, factors, down = (
+        gate, up, down = (
             mlp.get_parameter(name).detach().unflatten(0, (num_experts, -1))
             for name in ("w1", "v1", "w2")
         )
-        self.gate_up_proj = nn.Parameter(torch.cat([gates, factors], 1), requires_grad=False)
+        self.gate_up_proj = nn.Parameter(torch.cat([gate, up], 1), requires_grad=False)
         self.down_proj = nn.Parameter(down.transpose(1, 2), requires_grad=False)
         self.act_fn = getattr(mlp, "activation_fn", None)
         self.is_transposed = False

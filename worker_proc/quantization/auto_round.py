@@ -1,4 +1,4 @@
-"""Checkpoints of AutoRound, in layouts that other libraries have, too.
+"""Checkpoints of AutoRound, in the layouts of other libraries.
 
 `packing_format` names the layout: that of GPTQ, of AWQ, or of compressed-tensors for numbers in
 floating point. The plain "auto_round" is that of GPTQ with zero points as they are. `extra_config`
@@ -8,6 +8,7 @@ has the settings of layers that differ, by their names or by regular expressions
 import re
 from collections.abc import Callable
 from functools import partial
+from operator import eq
 from typing import NamedTuple
 
 from worker_proc.quantization import awq, gptq
@@ -69,7 +70,7 @@ def _read_extra(settings: Settings, read: Callable[[Settings], Scheme]) -> list[
             raise layer.unsupported(_ROTATION, "null")
         scheme = read(layer.with_defaults(common))
         if _NAME.fullmatch(key):
-            named.append(LayerRule(key.__eq__, scheme))
+            named.append(LayerRule(partial(eq, key), scheme))
         else:
             found.append(LayerRule(compiled(section, key, key).search, scheme))
     return [*named, *found]

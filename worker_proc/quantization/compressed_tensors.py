@@ -134,7 +134,7 @@ def _is_target(value: object) -> bool:
 
 
 def _schemes_by_layer(groups: Iterable[Mapping[str, Scheme]]) -> Callable[[str], Scheme]:
-    """Return what returns the scheme of a layer, from the schemes of each group by their targets.
+    """Return a function from a layer's name to its scheme, given each group's scheme by target.
 
     As in the library, a target that several groups have belongs to the last of them.
     """

@@ -23,7 +23,7 @@ class LayerRule(NamedTuple):
 
 
 def scheme_by_rules(rules: Sequence[LayerRule], common: Scheme) -> Callable[[str], Scheme]:
-    """Return what returns the scheme of the first rule for a layer's name, or the common one."""
+    """Return a function from a layer's name to the scheme of its first rule, or the common one."""
     return partial(_first_scheme, rules, common)
 
 
@@ -34,7 +34,7 @@ def _first_scheme(rules: Sequence[LayerRule], common: Scheme, layer: str) -> Sch
 def read_dynamic(settings: Settings, read: Callable[[Settings], Scheme]) -> list[LayerRule]:
     """Return the rules of the key `dynamic` of GPTQModel.
 
-    Its keys are regular expressions that match the begin of a name, behind a prefix or none.
+    A key is a prefix or none, and a regular expression that matches the beginning of a name.
     """
     if not settings.get("dynamic"):
         return []

@@ -64,7 +64,7 @@ def _parts_before_head(model: Any) -> list[nn.Module]:
     """Return the modules that may compute hidden states; the outermost one returns last."""
     if model is None:
         return []
-    # Llama 4 names its base model otherwise than `base_model` expects.
+    # In Llama 4, the base model has another name than `base_model` looks for.
     named = model.base_model, model.get_decoder(), getattr(model, "model", None)
     return [part for part in dict.fromkeys(named) if part is not None and part is not model]
 

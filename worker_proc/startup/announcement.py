@@ -56,7 +56,9 @@ def why_portable(facts: ModelFacts, attention: str) -> str | None:
         return f"no C++ compiler: {cost}; install g++ and start again"
     if reason := why_cache_is_unusable():
         return (
-            f"the native kernel cannot be kept ({reason}): {cost};"
+            f"the native kernels cannot be stored ({reason}): {cost};"
             " set XDG_CACHE_HOME to a directory that this user can write to"
         )
-    return f"the native kernel is not in use: {cost}; a second start uses it if it was compiled"
+    return (
+        f"the native kernels are not in use: {cost}; the next start uses them if they are compiled"
+    )

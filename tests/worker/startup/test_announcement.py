@@ -67,7 +67,8 @@ def test_a_window_leaves_room_for_more() -> None:
         (None, f"no C++ compiler: {COST}; install g++ and start again"),
         (
             "/usr/bin/g++",
-            f"the native kernel is not in use: {COST}; a second start uses it if it was compiled",
+            f"the native kernels are not in use: {COST};"
+            " the next start uses them if they are compiled",
         ),
     ],
 )
@@ -91,7 +92,7 @@ def test_a_cache_that_cannot_be_written_is_named(
     inexact = msgspec.structs.replace(FACTS, exact_resume=False, exact_resume_reason="x")
     (sentence,) = list(announcement(inexact, PORTABLE_ATTENTION))[2:]
     assert sentence == (
-        f"the native kernel cannot be kept ({file}/troika: Not a directory): {COST};"
+        f"the native kernels cannot be stored ({file}/troika: Not a directory): {COST};"
         " set XDG_CACHE_HOME to a directory that this user can write to"
     )
 

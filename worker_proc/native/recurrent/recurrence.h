@@ -181,7 +181,6 @@ inline void prepare_head(const T* x, float* y, const HeadRows& heads) {
               [&](int i, auto count) { save(load_any(x + i, count) * factor, y + i, count); });
 }
 
-
 constexpr int kChains = 4;  // independent accumulators, which hide the latency of additions
 
 // Calls f(key, chain) for all keys of a tile. Keys are distributed over the chains in turn.
