@@ -14,18 +14,17 @@ from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.open_requests import OpenResponse, Slot
 from api_proc.openai.beam_search import search_options
-from api_proc.openai.pieces import chained, pieces
-from api_proc.openai.steps import Step, merged
-from api_proc.openai.token_times import TokenTimes
+from api_proc.openai.delta_reader import DeltaReader, OnSkipped
+from api_proc.openai.steps import Step
 from api_proc.params import nth_seed
 from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import HistoryReader
 from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, deadline_error
 from api_proc.state import ApiState
 from api_proc.text.beam_search import BeamSearch, BeamStream
-from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, StopStrings, TokenStream
+from api_proc.text.output_sequence import OutputSequence, Prompt, StopStrings, TokenStream
 from protocol.adapters import Adapter
-from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
+from protocol.api_core import AddRequest, ErrorCode, RequestError
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.ledger import RoutedOptions, check_request
 from protocol.client.packed_prompt import PromptIds, extended
@@ -66,8 +65,6 @@ class Generation:
         self.response: OpenResponse | None = None
         self.position: StreamPosition | None = None
         """The end of an earlier answer, which this one continues."""
-        self.on_skipped: Callable[[OutputSequence, Delta], None] | None = None
-        """Receives the deltas that the earlier answer contained."""
         self._state = state
         self._connection = connection
         self._session = session
@@ -80,13 +77,12 @@ class Generation:
         """Used with a session."""
         self._streams: list[RequestStream | BeamStream] = []
         """Used without a session."""
-        self._prompts_read: dict[int, asyncio.Event] = {}
-        """In a stream with prompt logprobs: set when those of a prompt have arrived. Only the
-        prompt's first sequence has them."""
         self._body = body
         self._metrics = state.metrics
         self.arrival = time.monotonic()
-        self._time_to_first_token_s: float | None = None
+        self._reader = DeltaReader(
+            body, state.metrics, request_id=self.request_id, arrival=self.arrival
+        )
 
     def __enter__(self) -> "Generation":
         self._state.open_requests.add(self)
@@ -104,7 +100,7 @@ class Generation:
         self._connection.scope[GENERATION_KEY] = GenerationRecord(
             sum(len(prompt.token_ids) for prompt in self.prompts),
             0 if self._body.is_echo_alone else self._num_output_tokens,
-            self._time_to_first_token_s,
+            self._reader.time_to_first_token_s,
             is_sent,
         )
         if self._deadline is not None:
@@ -118,7 +114,7 @@ class Generation:
             is_known = is_stream or connection.has_client_id
             self._sessions.detach(session, is_known=is_known, is_sent=is_sent)
         self._state.open_requests.remove(self)
-        self.response = self.on_skipped = None  # their references would delay freeing memory
+        self.response = None  # its reference would delay freeing memory
 
     @property
     def is_resumable(self) -> bool:
@@ -217,8 +213,6 @@ class Generation:
             self._search(prompt, prompt_token_ids, params)
             return
         num_sequences = self._body.num_sequences
-        if self._body.stream and params.prompt_logprobs is not None and num_sequences > 1:
-            self._prompts_read[len(self.sequences)] = asyncio.Event()
         for i in range(num_sequences):
             nth = params
             if i:
@@ -297,9 +291,6 @@ class Generation:
                 raise beyond_the_end(self.request_id, num_sent or 0, num_tokens)
         self.position = position
         num_each = self._body.num_sequences
-        if self._body.stream and self._body.num_prompt_logprobs is not None and num_each > 1:
-            firsts = range(0, len(self._session.histories), num_each)
-            self._prompts_read = {first: asyncio.Event() for first in firsts}
         for index, history in enumerate(self._session.histories):
             reader = self._sessions.reader(self._session, history)
             self._readers.append(reader)
@@ -342,8 +333,7 @@ class Generation:
         self.cancelled = True
         if self._preparing is not None:
             self._preparing.cancel()
-        for was_read in self._prompts_read.values():
-            was_read.set()
+        self._reader.cancel()
         for reader in self._readers:
             reader.leave()
         self._end_all(FinishReason.ABORT)
@@ -386,81 +376,12 @@ class Generation:
             num_output_tokens=num_output_tokens,
         )
 
-    async def steps(self) -> AsyncIterator[Step]:
-        """Iterate over deltas until all sequences have ended or the generation is cancelled."""
-        if len(self.sequences) == 1:
-            sequence = self.sequences[0]
-            async for delta in self._deltas(sequence):
-                yield [(sequence, delta)]
-            return
-        async for step in merged(self.sequences, self._deltas):
-            yield step
+    def steps(self, on_skipped: OnSkipped | None = None) -> AsyncIterator[Step]:
+        """Iterate over deltas until all sequences have ended or the generation is cancelled.
 
-    def _deltas(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
-        if self._prompts_read or self._body.return_progress:
-            return self._with_prompt(sequence)
-        return self._read(sequence, sequence.stream)
-
-    async def _with_prompt(self, sequence: OutputSequence) -> AsyncIterator[Delta]:
-        """Iterate over the deltas, preceded by those that show the progress of the prompt."""
-        num_computed = 0
-        async for output in sequence.stream:
-            if not output.token_ids and output.finish_reason is None:
-                sequence.push(output)
-                if (output.num_computed_tokens or 0) > num_computed:
-                    num_computed = output.num_computed_tokens or 0
-                    yield Delta("", [], num_computed_tokens=num_computed)
-                continue
-            if self._body.return_progress and sequence.index % self._body.num_sequences == 0:
-                yield Delta("", [], num_computed_tokens=sequence.num_prompt_tokens)
-            if self._prompts_read:
-                await self._wait_for_prompt(sequence)
-                if self.cancelled:
-                    return
-            async for delta in self._read(sequence, chained(output, sequence.stream)):
-                yield delta
-
-    async def _read(
-        self, sequence: OutputSequence, outputs: AsyncIterator[RequestOutput]
-    ) -> AsyncIterator[Delta]:
-        times = TokenTimes(self._metrics, self.arrival)
-        skip = (self.position.num_sent[sequence.index] or 0) if self.position else 0
-        async for output in outputs:
-            if output.token_ids:
-                times.arrived()
-                if self._time_to_first_token_s is None:
-                    self._time_to_first_token_s = times.to_first_s
-            for piece in pieces(output, skip - sequence.num_output_tokens):
-                delta = sequence.push(piece)
-                if skip and sequence.num_output_tokens <= skip:  # an earlier answer contained it
-                    if self.on_skipped is not None:
-                        self.on_skipped(sequence, delta)
-                    if delta.finish_reason is not None:
-                        if sequence.num_output_tokens < skip:  # the client has different tokens
-                            num_tokens = sequence.num_output_tokens
-                            raise beyond_the_end(self.request_id, skip, num_tokens)
-                        return
-                    await asyncio.sleep(0)  # let other requests run while many tokens are skipped
-                elif delta.finish_reason is not None:
-                    self._finish(sequence, times)
-                    yield delta
-                    return
-                elif piece.token_ids:
-                    yield delta
-
-    async def _wait_for_prompt(self, sequence: OutputSequence) -> None:
-        """Wait until the prompt's first sequence, which has its logprobs, has begun."""
-        place = sequence.index % self._body.num_sequences
-        was_read = self._prompts_read[sequence.index - place]
-        if place == 0:
-            was_read.set()
-        else:
-            await was_read.wait()
-
-    def _finish(self, sequence: OutputSequence, times: TokenTimes) -> None:
-        assert sequence.finish_reason is not None
-        if self._session is None or self._session.histories[sequence.index].count_end():
-            times.ended(sequence)
-        if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
-            message = f"the engine ended the request: {sequence.finish_reason}"
-            raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+        `on_skipped` receives the deltas that an earlier answer contained.
+        """
+        histories = () if self._session is None else self._session.histories
+        return self._reader.steps(
+            self.sequences, histories, position=self.position, on_skipped=on_skipped
+        )

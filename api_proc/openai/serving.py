@@ -234,8 +234,7 @@ async def _whole(
 async def _send_stream(connection: Connection, generation: Generation, answer: Answer) -> None:
     """Send deltas as server-sent events; the events of one step are sent together."""
     connection.keep_alive()
-    generation.on_skipped = answer.skip
-    steps = generation.steps()
+    steps = generation.steps(answer.skip)
     if generation.stream_interval > 1:
         steps = in_intervals(steps, generation.stream_interval)
     async for step in steps:
