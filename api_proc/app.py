@@ -36,6 +36,7 @@ from api_proc.openai.chat import CHAT
 from api_proc.openai.classify import classify
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.embeddings import create_embeddings
+from api_proc.openai.generate import GENERATE, generate
 from api_proc.openai.invocations import invoke
 from api_proc.page import routes as page
 from api_proc.peers import sums
@@ -50,6 +51,7 @@ _ROUTES = (
     ("POST", COMPLETIONS.path, COMPLETIONS.serve),
     ("POST", CHAT.path, CHAT.serve),
     ("POST", MESSAGES.path, MESSAGES.serve),
+    ("POST", GENERATE.path, generate),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/models", info_routes.list_models),
     ("GET", "/v1/models/{name:path}", info_routes.show_model),
@@ -200,7 +202,7 @@ async def start_sessions(state: ApiState) -> None:
         kept, clients = state.stored_responses, state.budget.clients
         state.sessions = Sessions(state.client, config, count_end, kept=kept, clients=clients)
         state.stored_responses.journaling = state.sessions.journaling
-        apis = (COMPLETIONS, CHAT, RESPONSES, MESSAGES)
+        apis = (COMPLETIONS, CHAT, RESPONSES, MESSAGES, GENERATE)
         state.sessions.start({api.path: api.decode_accepted for api in apis})
         await state.sessions.journaling.wait_read()
 

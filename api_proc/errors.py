@@ -149,7 +149,7 @@ def _has_name(raw: bytes, name: str) -> bool:
     """Return whether a body that was decoded has a name whose value is not null."""
     try:
         value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(name)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # of a name that is no field's: not decoded
+    except (msgspec.DecodeError, UnicodeDecodeError):  # in the name of an unknown field
         return False
     return value is not None and bytes(value).strip() != b"null"
 
@@ -157,7 +157,7 @@ def _has_name(raw: bytes, name: str) -> bool:
 def _code(param: str, problem: str) -> str:
     if param == "prompt" and ("length >= 1" in problem or "`null`" in problem):
         return "empty_prompt"
-    if param.startswith("prompt["):
+    if param.startswith(("prompt[", "token_ids[")):
         return "empty_prompt" if "length >= 1" in problem else code_of_id(problem)
     return ErrorCode.INVALID
 

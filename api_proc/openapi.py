@@ -28,6 +28,7 @@ from api_proc.openai import info_routes as info
 from api_proc.openai import load_routes, objects, token_routes
 from api_proc.openai.classify import ClassificationList, ClassifyBody
 from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
+from api_proc.openai.generate import GenerateBody, Generated
 from api_proc.openai.invocations import InvocationBody
 from api_proc.openai.scores import RerankBody, Reranking, ScoreBody, ScoreList
 from api_proc.responses.body import ResponsesBody
@@ -117,6 +118,13 @@ OPERATIONS = (
         event=StreamEvent,
         errors=_GENERATES,
         error=MessageErrorResponse,
+    ),
+    Operation(
+        *("POST", "/inference/v1/generate", "generate", "Continue token ids with token ids."),
+        *(Generated, GenerateBody),
+        {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 16}},
+        event=Generated,
+        errors=_GENERATES,
     ),
     Operation(
         *("POST", "/v1/messages/count_tokens", "text", "Count the tokens of a chat's prompt."),

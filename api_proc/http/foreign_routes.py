@@ -48,9 +48,6 @@ INSTEAD = {
     "/v2/chat": _CHAT,
     "/cohere": _CHAT,
     # vLLM
-    "/inference/v1/generate": (
-        "use POST /v1/completions with token ids as the prompt and return_token_ids"
-    ),
     "/v1/chat/completions/render": "use POST /tokenize or POST /apply-template with messages",
     "/v1/completions/render": "use POST /tokenize",
     "/v1/messages/render": "use POST /v1/messages/count_tokens",

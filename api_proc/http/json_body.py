@@ -19,7 +19,7 @@ from api_proc.http.nested_names import NestedNames
 from api_proc.text.shared_ids import shared_ids
 from protocol.message import TokenId
 
-_ID_FIELDS = ("prompt", "tokens", "input")
+_ID_FIELDS = ("prompt", "tokens", "token_ids", "input")
 """Fields that hold token ids, in the structs that have them."""
 _PIECE_BYTES = 2**15
 _INLINE_IDS = 2**13

@@ -41,7 +41,7 @@ class PauseBody(msgspec.Struct):
 class SleepBody(msgspec.Struct):
     """Body of /sleep."""
 
-    level: Literal[1, 2, "1", "2"] | None = 1
+    level: Literal[1, 2] | Literal["1", "2"] | None = 1
 
 
 class WakeUpBody(msgspec.Struct):

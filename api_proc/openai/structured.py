@@ -101,9 +101,7 @@ def grammar_of(body: Constrained) -> Grammar | None:
     _check_length(grammar.source, first)
     for param in others:
         if _translate(body, param) != grammar:
-            raise invalid(
-                param, f"cannot be combined with another {first}: both confine the output"
-            )
+            raise invalid(param, f"cannot be combined with {first}: both confine the output")
     return grammar
 
 

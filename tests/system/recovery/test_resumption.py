@@ -63,7 +63,8 @@ def content(events: list[Event]) -> list[tuple[Any, ...]]:
         usage = chunk.get("usage") or usage
         for choice in chunk["choices"]:
             index = choice["index"]
-            piece = choice["text"] if "text" in choice else choice["delta"].get("content") or ""
+            delta = choice.get("delta", {})  # /inference/v1/generate returns no text
+            piece = choice["text"] if "text" in choice else delta.get("content") or ""
             texts[index] = texts.get(index, "") + piece
             if choice["finish_reason"]:
                 finishes.append((index, choice["finish_reason"], choice.get("stop_reason")))
@@ -110,6 +111,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 1},
     ),
 }
+TOKENS_ROUTE = "/inference/v1/generate"
 
 
 @pytest.mark.parametrize(
@@ -117,14 +119,20 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     [
         *itertools.product(["", "api"], CASES),
         *itertools.product(["core", "worker"], ["sampled", "chat"]),
+        *itertools.product(["api", "worker"], ["tokens"]),
     ],
 )
 def test_stream_in_pieces_is_the_stream_in_one(shared: Engine, case: str, kill: str) -> None:
     """Connections are lost, with or without the death of a process."""
-    path, extra = CASES[case]
+    path, extra = CASES.get(case, (TOKENS_ROUTE, {}))
     fields = body(**extra)
     if "messages" in fields:
         del fields["prompt"]
+    if path == TOKENS_ROUTE:
+        params = {"max_tokens": TOKENS, "n": 2, "logprobs": 1, "temperature": 1.0, "seed": 11}
+        options = {"include_usage": True}
+        fields = {"token_ids": [5, 6, 7], "sampling_params": {**params, "ignore_eos": True}}
+        fields |= {"stream": True, "stream_options": options}
     whole = Stream(shared.url(), fields, path=path).events()
     assert whole[-1].data == "[DONE]"
     interrupt = {"kill": kill} if kill else {}

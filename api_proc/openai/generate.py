@@ -1,0 +1,227 @@
+"""POST /inference/v1/generate: vLLM's route for clients with a tokenizer, tokens in, tokens out.
+
+A body is translated into that of a completion, whose path it takes. Errors are translated back.
+"""
+
+import re
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from api_proc.bodies import (
+    CompletionBody,
+    PromptIds,
+    RepetitionDetection,
+    StreamInterval,
+    StreamOptions,
+    ThinkingTokenBudget,
+    Timeout,
+    TruncateTokens,
+    Unsupported,
+    reject_unsupported,
+)
+from api_proc.errors import ApiError
+from api_proc.http.connection import Connection
+from api_proc.http.json_body import BodyDecoder, Turn
+from api_proc.openai import structured
+from api_proc.openai.completions import COMPLETIONS
+from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs, token_text_of
+from api_proc.openai.objects import ChatLogprobs, PromptLogprobList, Usage
+from api_proc.openai.reply import chunk_answers
+from api_proc.openai.serving import GenerationApi
+from api_proc.state import ApiState
+from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
+from api_proc.text.tokenizer import TextTokenizer
+from protocol import sampling
+from protocol.message import Tenant
+
+PATH = "/inference/v1/generate"
+
+
+class GenerateParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """vLLM's `SamplingParams` in a body of /inference/v1/generate. None: the server's default."""
+
+    n: sampling.NumSequences | None = None
+    max_tokens: sampling.MaxTokens | None = None
+    min_tokens: sampling.MinTokens | None = None
+    temperature: sampling.Temperature | None = None
+    top_p: sampling.TopP | None = None
+    top_k: sampling.TopK | None = None
+    min_p: sampling.MinP | None = None
+    seed: sampling.Seed | None = None
+    presence_penalty: sampling.Penalty | None = None
+    frequency_penalty: sampling.Penalty | None = None
+    repetition_penalty: sampling.RepetitionPenalty | None = None
+    logit_bias: sampling.LogitBias | None = None
+    stop: sampling.StopString | sampling.StopStrings | None = None
+    stop_token_ids: sampling.StopTokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    allowed_token_ids: sampling.AllowedTokenIds | None = None
+    bad_words: sampling.BadWords | None = None
+    logprobs: sampling.NumLogprobs | None = None
+    prompt_logprobs: sampling.NumLogprobs | None = None
+    logprob_token_ids: sampling.LogprobTokenIds | None = None
+    structured_outputs: structured.StructuredOutputs | None = None
+    repetition_detection: RepetitionDetection | None = None
+    thinking_token_budget: ThinkingTokenBudget | None = None
+    truncate_prompt_tokens: TruncateTokens | None = None
+    extra_args: Unsupported = UNSET
+    # Without effect: they concern text, of which the answer has none, or vLLM's own processes.
+    skip_special_tokens: bool | None = None
+    spaces_between_special_tokens: bool | None = None
+    detokenize: bool | None = None
+    flat_logprobs: bool | None = None
+    output_kind: int | None = None
+
+
+class GenerateBody(msgspec.Struct, kw_only=True):
+    """Body of POST /inference/v1/generate."""
+
+    token_ids: PromptIds
+    sampling_params: GenerateParams
+    model: str | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stream_interval: StreamInterval | None = None
+    cache_salt: sampling.CacheSalt | None = None
+    priority: sampling.Priority | None = None
+    user: Tenant | None = None
+    timeout: Timeout | None = None
+    features: Unsupported = UNSET
+
+
+class TokensCompletion(CompletionBody, kw_only=True):
+    """The completion that a body stands for."""
+
+    @property
+    def default_max_tokens(self) -> int | None:
+        return None
+
+
+_COPIED = frozenset(GenerateBody.__struct_fields__) & frozenset(CompletionBody.__struct_fields__)
+_PARAMS = frozenset(GenerateParams.__struct_fields__) & frozenset(CompletionBody.__struct_fields__)
+_PARAM = re.compile(rf"({'|'.join(sorted(_PARAMS, key=len, reverse=True))})\b")
+
+
+def _completion_of(body: GenerateBody) -> TokensCompletion:
+    reject_unsupported(body, "")
+    params = body.sampling_params
+    reject_unsupported(params, "sampling_params.")
+    return TokensCompletion(
+        prompt=[*body.token_ids],
+        return_token_ids=True,
+        **{name: getattr(body, name) for name in _COPIED},
+        **{name: getattr(params, name) for name in _PARAMS},
+    )
+
+
+class _Decoder:
+    """Decodes bodies, and translates them."""
+
+    def __init__(self) -> None:
+        self._decoder = BodyDecoder(GenerateBody)
+
+    def __call__(self, raw: bytes) -> TokensCompletion:
+        return _completion_of(self._decoder(raw))
+
+    async def in_slices(self, raw: bytes, turn: Turn) -> tuple[TokensCompletion, list[str]]:
+        body, unknown = await self._decoder.in_slices(raw, turn)
+        return _completion_of(body), unknown
+
+
+class GeneratedChoice(msgspec.Struct, kw_only=True):
+    """A sequence, or a part of one; names of tokens in `logprobs` are `token_id:ID`."""
+
+    index: int
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: str | int | None = None
+    token_ids: list[int]
+    resumed_inexactly: bool | UnsetType = UNSET
+    """True if one engine's output was continued by another with different facts."""
+
+
+class Generated(msgspec.Struct, kw_only=True, rename={"id": "request_id"}):
+    """Response of /inference/v1/generate, or one chunk of it."""
+
+    id: str
+    created: int
+    model: str
+    choices: list[GeneratedChoice]
+    usage: Usage | UnsetType | None = UNSET
+    prompt_logprobs: PromptLogprobList | UnsetType = UNSET
+
+
+@dataclass(frozen=True)
+class GenerateFormat:
+    """Chunks of token ids."""
+
+    plain_choice: ClassVar = (b"", b"")  # a chunk always has ids, so none is text alone
+    echoes_prompt: ClassVar = False
+
+    tokenizer: TextTokenizer
+    body: TokensCompletion
+    prompts: list[Prompt]
+    head: Generated
+
+    def opening(self, sequence: OutputSequence) -> dict[str, Any] | None:
+        return None
+
+    def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> GeneratedChoice:
+        choice = GeneratedChoice(
+            index=sequence.index,
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids,
+        )
+        num_top = self.body.num_logprobs
+        if num_top is not None and delta.logprobs is not None:
+            text_of = token_text_of(self.tokenizer, as_ids=True)
+            choice.logprobs = chat_logprobs(self.tokenizer, delta.logprobs, num_top, text_of)
+        if delta.finish_reason is not None and sequence.stream.resumed_inexactly:
+            choice.resumed_inexactly = True
+        return choice
+
+    def whole(self, answers: list[tuple[OutputSequence, Delta]], usage: Usage) -> Generated:
+        choices = [self.choice(*answer, is_first=True) for answer in answers]
+        generated = msgspec.structs.replace(self.head, choices=choices, usage=usage)
+        if (num_top := self.body.prompt_logprobs) is not None:
+            entries = answers[0][0].prompt_logprobs
+            generated.prompt_logprobs = prompt_logprobs(self.tokenizer, entries, num_top)
+        return generated
+
+
+GENERATE: GenerationApi[TokensCompletion] = GenerationApi(
+    PATH,
+    _Decoder(),
+    "token_ids",
+    COMPLETIONS.tokenize,
+    COMPLETIONS.restore_prompts,
+    chunk_answers(GenerateFormat, "", Generated),
+)
+
+
+async def generate(state: ApiState, connection: Connection) -> None:
+    try:
+        await GENERATE.serve(state, connection)
+    except ApiError as error:
+        raise _renamed(error) from None
+
+
+def _renamed(error: ApiError) -> ApiError:
+    """Return an error of the route of completions with the names of this route."""
+    param = error.param
+    if param is None:
+        return error
+    new = param
+    if re.match(r"prompt(?!_)", param):
+        new = param.replace("prompt", "token_ids", 1)
+    elif _PARAM.match(param):
+        new = f"sampling_params.{param}"
+    message = error.message
+    if message.startswith(param):
+        message = new + message[len(param) :]
+    return ApiError(error.status, message, param=new, code=error.code, headers=error.headers)
