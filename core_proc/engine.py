@@ -24,8 +24,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from core_proc.kv.stores import open_stores
-from core_proc.links.output_check import InvalidWorkerOutput
-from core_proc.links.owners import Client, Owners
+from core_proc.outputs.check import InvalidWorkerOutput
+from core_proc.outputs.owners import Client, Owners
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.running_engine import RunningEngine
 from core_proc.stats import LoopHistogram

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from core_proc.links.owners import Client
+from core_proc.outputs.owners import Client
 from core_proc.scheduler import Scheduler
 from protocol.api_core import Control, ControlAction, ControlDone, PauseMode
 

@@ -7,13 +7,13 @@ import msgspec
 
 from core_proc.invariants import check_invariants
 from core_proc.kv.offload import Offload
-from core_proc.links.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
-from core_proc.links.grammars import MAX_COMPILING, Grammars
-from core_proc.links.output_check import InvalidWorkerOutput, check_output
-from core_proc.links.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
-from core_proc.links.prompt_progress import PromptProgress
 from core_proc.options import SchedulerOptions
+from core_proc.outputs.check import InvalidWorkerOutput, check_output
+from core_proc.outputs.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
+from core_proc.outputs.prompt_progress import PromptProgress
 from core_proc.pausing import Pausing
+from core_proc.preparation.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
+from core_proc.preparation.grammars import MAX_COMPILING, Grammars
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request

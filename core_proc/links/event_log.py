@@ -13,7 +13,7 @@ from typing import cast
 
 import msgspec
 
-from core_proc.links.owners import Client
+from core_proc.outputs.owners import Client
 from protocol.kv_events import (
     AllBlocksCleared,
     KVEvent,

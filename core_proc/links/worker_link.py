@@ -8,11 +8,11 @@ import logging
 from collections.abc import Callable, Iterable
 
 from core_proc.engine import EngineCore
-from core_proc.links.output_check import InvalidWorkerOutput
-from core_proc.links.owners import Client
 from core_proc.links.pidfd_monitor import PidfdMonitor
 from core_proc.links.rank_answers import RankAnswers, joined
 from core_proc.links.workers import WorkerGroup
+from core_proc.outputs.check import InvalidWorkerOutput
+from core_proc.outputs.owners import Client
 from protocol.api_core import StepOutputs
 from protocol.core_worker import (
     AdapterLoaded,

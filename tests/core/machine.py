@@ -11,8 +11,8 @@ from typing import Any
 
 from core_proc.invariants import check_invariants
 from core_proc.kv.offload import Offload
-from core_proc.links.grammars import Grammars
 from core_proc.options import SchedulerOptions
+from core_proc.preparation.grammars import Grammars
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import PauseMode

@@ -5,7 +5,7 @@ import pytest
 
 from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import prefix_root
-from core_proc.links.adapters import MAX_LOADS, MAX_SENT
+from core_proc.preparation.adapters import MAX_LOADS, MAX_SENT
 from core_proc.recovery.adapter_trials import MAX_KNOWN, REFUSED_POINTS, AdapterTrials
 from core_proc.recovery.fingerprints import fingerprint
 from core_proc.recovery.quarantine import Stage

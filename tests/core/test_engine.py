@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore, FactsChanged
-from core_proc.links.output_check import InvalidWorkerOutput
+from core_proc.outputs.check import InvalidWorkerOutput
 from protocol.api_core import AddRequest, EngineState, ErrorCode, RequestOutput, StepOutputs
 from protocol.config.settings import configure
 from protocol.core_worker import (

@@ -8,9 +8,9 @@ import pytest
 from core_proc import running_engine as engine_module
 from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import KVCacheManager
-from core_proc.links.output_check import InvalidWorkerOutput
-from core_proc.links.owners import Owner
 from core_proc.options import SchedulerOptions
+from core_proc.outputs.check import InvalidWorkerOutput
+from core_proc.outputs.owners import Owner
 from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.scheduling.results import StepResult

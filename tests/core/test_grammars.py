@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
-from core_proc.links import grammars
-from core_proc.links.grammars import MAX_COMPILING
+from core_proc.preparation import grammars
+from core_proc.preparation.grammars import MAX_COMPILING
 from core_proc.request import Request, RequestStatus
 from protocol.api_core import AddRequest, ErrorCode, Refused
 from protocol.core_worker import (

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from core_proc.engine import EngineCore
-from core_proc.links.output_check import InvalidWorkerOutput
+from core_proc.outputs.check import InvalidWorkerOutput
 from protocol.api_core import AddRequest, ErrorCode, Refused, RequestOutput, StepOutputs
 from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts, ModelRunnerOutput

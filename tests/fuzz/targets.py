@@ -20,8 +20,8 @@ from api_proc.resumption.event_ids import parse_event_id
 from api_proc.resumption.history import History
 from api_proc.resumption.journal_segments import _END, _MAGIC, frame, read_segment
 from core_proc.engine import EngineCore
-from core_proc.links.output_check import InvalidWorkerOutput, check_output
 from core_proc.options import SchedulerOptions
+from core_proc.outputs.check import InvalidWorkerOutput, check_output
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.recovery.quarantine import Quarantine, Stage
 from core_proc.request import Request

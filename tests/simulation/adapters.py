@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from core_proc.links.adapters import Adapters
+from core_proc.preparation.adapters import Adapters
 from core_proc.request import Request
 from protocol.adapters import Adapter
 from protocol.client import AsyncEngineClient

@@ -15,12 +15,12 @@ from api_proc.resumption.history import History
 from core_proc import running_engine
 from core_proc.kv import kv_cache
 from core_proc.kv.kv_cache import KVCacheManager
-from core_proc.links import owners
-from core_proc.links.adapters import Adapters
-from core_proc.links.grammars import Grammars
 from core_proc.links.worker_link import WorkerLink
 from core_proc.loop import CoreLoop
+from core_proc.outputs import owners
 from core_proc.pausing import Pausing
+from core_proc.preparation.adapters import Adapters
+from core_proc.preparation.grammars import Grammars
 from core_proc.recovery.adapter_trials import REFUSED_POINTS, AdapterTrials
 from core_proc.request import Request
 from protocol.api_core import AddRequest, RequestOutput

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from core_proc.links.owners import owner_of
+from core_proc.outputs.owners import owner_of
 from core_proc.request import Request
 from protocol.api_core import RequestOutput
 from protocol.core_worker import SchedulerOutput

@@ -26,7 +26,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from core_proc.links.owners import Client
+from core_proc.outputs.owners import Client
 from core_proc.policy import Key
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.request import Request, RequestStatus
