@@ -9,8 +9,9 @@ from core_proc.invariants import check_invariants
 from core_proc.kv.offload import Offload
 from core_proc.options import SchedulerOptions
 from core_proc.outputs.check import InvalidWorkerOutput, check_output
-from core_proc.outputs.owners import Client, Owner, Owners, output_row, owner_of, prompt_rows
+from core_proc.outputs.owners import Client, Owner, Owners, owner_of
 from core_proc.outputs.prompt_progress import PromptProgress
+from core_proc.outputs.rows import output_row, prompt_rows
 from core_proc.pausing import Pausing
 from core_proc.preparation.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
 from core_proc.preparation.grammars import MAX_COMPILING, Grammars

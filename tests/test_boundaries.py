@@ -57,7 +57,7 @@ STATE_MACHINES = {
         *("kv/block_pool", "kv/event_recorder", "kv/kv_cache", "kv/state_blocks"),
         *("kv/load_costs", "kv/offload", "kv/prefix_lookup", "kv/remote_blocks", "kv/swap"),
         *("links/event_log", "links/workers"),
-        *("outputs/check", "outputs/owners", "outputs/prompt_progress"),
+        *("outputs/check", "outputs/owners", "outputs/prompt_progress", "outputs/rows"),
         *("preparation/adapters", "preparation/grammars"),
         *("recovery/quarantine", "recovery/rejections"),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),

@@ -17,7 +17,7 @@ from core_proc.kv import kv_cache
 from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.links.worker_link import WorkerLink
 from core_proc.loop import CoreLoop
-from core_proc.outputs import owners
+from core_proc.outputs import rows
 from core_proc.pausing import Pausing
 from core_proc.preparation.adapters import Adapters
 from core_proc.preparation.grammars import Grammars
@@ -157,7 +157,7 @@ def _grammar_from_start() -> list[Place]:
 
 def _swap_vectors() -> list[Place]:
     """The core sends the first vector of a step to all requests that get one."""
-    row = owners.output_row
+    row = rows.output_row
 
     def other(result: Any, owner: Any, output: Any) -> RequestOutput:
         found = row(result, owner, output)
