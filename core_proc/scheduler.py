@@ -41,6 +41,7 @@ from core_proc.policy import make_policy
 from core_proc.request import BLOCKED, FOR_WORKER, Request, RequestStatus
 from core_proc.scheduling.admission import Admission
 from core_proc.scheduling.departures import Departures
+from core_proc.scheduling.grants import Grants
 from core_proc.scheduling.loads import Loads, Outcome
 from core_proc.scheduling.outputs import OutputUpdate
 from core_proc.scheduling.partial_prefills import PartialPrefills
@@ -109,6 +110,16 @@ class Scheduler:
             speculation=self.speculation,
             partial_prefills=self.partial_prefills,
             policy=self.policy,
+        )
+        self._grants = Grants(
+            kv=self.kv,
+            queues=self.queues,
+            loads=self.loads,
+            victims=self.victims,
+            speculation=self.speculation,
+            stages=self.stages,
+            partial_prefills=self.partial_prefills,
+            departures=self._departures,
         )
         self._outputs = OutputUpdate(options, self.queues, self.speculation, self._departures)
         self.pause_mode = PauseMode.RUNNING
@@ -202,7 +213,7 @@ class Scheduler:
                 break
             step.num_behind = len(running) - position - 1
             try:
-                self._visit(request, step)
+                self._grants.visit(request, step)
             except Exception as error:
                 self._fail(request, step, error)
             first = position + 1
@@ -211,78 +222,7 @@ class Scheduler:
                 first = bisect_right(running, request.admission_index, key=_admission_index)
         first += step.advance(running[first:])
         for request in running[first:]:  # the budget has ended before them
-            step.granted[request.req_id] = 0
-            due_index.enter(request)
-
-    def _visit(self, request: Request, step: ScheduledStep) -> None:
-        """Grant a running request its next tokens, preempting others if blocks are lacking."""
-        computed = request.num_computed_tokens
-        num_new = request.num_tokens - computed
-        must_wait = num_new <= 0 and self.speculation.must_wait(request)
-        if self.stages.is_on and num_new <= 1 and not must_wait:
-            must_wait = self.stages.must_wait(request, len(step.sampling), len(self.running))
-        if num_new == 1 and request.num_draft_tokens and not must_wait:
-            most = step.budget - 1 - step.num_behind
-            num_new += self.speculation.num_drafts(request, self.kv, most)
-        if must_wait or computed + 1 >= request.max_num_tokens:  # the pending token is its last
-            step.granted[request.req_id] = 0
-            self.queues.due_index.enter(request)
-            return
-        if num_new > 1 or request.sampling_params.pooling is not None:
-            num_new = min(step.limit(request, num_new), step.budget)
-            if request.num_tokens - computed > 1:
-                num_new = step.limit_prompt(num_new)
-        else:
-            num_new = 1
-        while not self._grow(request, num_new, step):
-            step.ran_out_of_blocks = True
-            victim = self.victims.choose(self.running)
-            if victim is request and self.loads:
-                # The loads of less important requests end soon, and cannot be taken back.
-                step.granted[request.req_id] = 0
-                self.queues.due_index.enter(request)
-                return
-            self._preempt_in(step, victim)
-            if victim is request:
-                return
-        self._grant(request, num_new, step)
-
-    def _grow(
-        self, request: Request, num_new: int, step: ScheduledStep, *, again: bool = False
-    ) -> bool:
-        new_blocks = self.kv.grow(request, request.num_computed_tokens + num_new, again=again)
-        if new_blocks:
-            step.add_blocks(request, new_blocks)
-        return new_blocks is not None
-
-    def _grant(self, request: Request, num_new: int, step: ScheduledStep) -> None:
-        """Grant tokens to a running request; at the end of its tokens it samples."""
-        step.grant(request, num_new)
-        before = request.num_computed_tokens
-        if request.num_tokens - before > 1:
-            step.grant_prompt(num_new)
-        computed = request.num_computed_tokens = before + num_new
-        num_quiet, num_ahead = 0, computed - request.num_tokens
-        if num_ahead >= 0:
-            step.sampling.append(request)
-            if request.sampling_params.pooling is not None:
-                step.num_pooled += 1
-            if self.speculation.is_on:
-                is_known = before < request.num_tokens  # else it is ahead by pending tokens
-                self.speculation.granted(request, num_ahead if is_known else 0)
-            if self.speculation.is_quiet(request) and not self.stages.is_on:
-                num_quiet = min(self.kv.num_slots(request), request.max_num_tokens - 1) - computed
-        self.queues.due_index.enter(request, num_quiet)
-        if self.partial_prefills.is_counted:
-            self.partial_prefills.follow(request)
-
-    def _preempt_in(self, step: ScheduledStep, victim: Request) -> None:
-        withdrawn = step.withdraw(victim)
-        if withdrawn:
-            victim.num_drafts_in_flight = 0
-            victim.num_computed_tokens -= withdrawn
-            self.kv.forget_uncomputed(victim)
-        self.preempt(victim)
+            self._grants.skip(request, step)
 
     def _schedule_waiting(self, step: ScheduledStep) -> None:
         """Admit from the front of the queue until a request does not fit."""
@@ -346,7 +286,7 @@ class Scheduler:
             self.speculation.limits.admitted(request, len(self.running))
         if request.num_cached_tokens is None:
             self._count_prompt(request)
-        self._grant(request, num_new, step)
+        self._grants.grant(request, num_new, step)
         return True
 
     def _count_prompt(self, request: Request) -> None:
@@ -363,7 +303,7 @@ class Scheduler:
             return False
         before = self._departures.num_preemptions
         for victim in self._preemption.choose_victims(request, step):
-            self._preempt_in(step, victim)
+            self._grants.preempt(victim, step)
         return self._departures.num_preemptions > before
 
     def _stretch(self, step: ScheduledStep) -> None:
@@ -371,8 +311,8 @@ class Scheduler:
         if self.waiting.front() is not None or step.ran_out_of_blocks:
             return
         step.extend(max(0, self.options.max_num_batched_tokens - self.options.token_budget))
-        least = 1 if self.stages.is_on else 0  # one with a token left waits for another step
-        cut = [r for r in self.running if r.num_tokens - r.num_computed_tokens > least]
+        max_left = 1 if self.stages.is_on else 0  # one with a token left waits for another step
+        cut = [r for r in self.running if r.num_tokens - r.num_computed_tokens > max_left]
         for request in cut:
             if step.budget == 0:
                 break
@@ -380,8 +320,8 @@ class Scheduler:
             num_new = min(step.limit(request, num_left), step.budget)
             had = step.granted.get(request.req_id, 0)
             try:
-                if self._grow(request, num_new, step, again=had > 0):
-                    self._grant(request, num_new, step)
+                if self._grants.grow(request, num_new, step, again=had > 0):
+                    self._grants.grant(request, num_new, step)
             except Exception as error:
                 self._fail(request, step, error)
         if cut:
@@ -603,17 +543,9 @@ class Scheduler:
         return self._outputs.num_generation_tokens
 
     @property
-    def num_running(self) -> int:
-        return len(self.running)
-
-    @property
     def num_waiting(self) -> int:
         """Number of waiting requests, including blocked and preempted ones."""
         return len(self.waiting)
-
-    @property
-    def kv_cache_usage(self) -> float:
-        return self.kv.usage
 
     def holders(self) -> list[Request]:
         return [*self.running, *self.loads.requests]

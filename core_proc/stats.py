@@ -23,9 +23,9 @@ def scheduler_stats(scheduler: Scheduler) -> EngineStats:
     speculation, states = scheduler.speculation, scheduler.kv.states
     offload = scheduler.offload
     return EngineStats(
-        num_running_reqs=scheduler.num_running,
+        num_running_reqs=len(scheduler.running),
         num_waiting_reqs=scheduler.num_waiting,
-        kv_cache_usage=scheduler.kv_cache_usage,
+        kv_cache_usage=scheduler.kv.usage,
         num_preemptions=scheduler.num_preemptions,
         prompt_tokens=scheduler.num_prompt_tokens,
         generation_tokens=scheduler.num_generation_tokens,

@@ -62,7 +62,7 @@ STATE_MACHINES = {
         *("recovery/quarantine", "recovery/rejections"),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
         *("scheduling/draft_limits", "scheduling/speculation", "scheduling/step_costs"),
-        *("scheduling/prompt_budget",),
+        *("scheduling/grants", "scheduling/prompt_budget"),
         *("scheduling/request_queues", "scheduling/results", "scheduling/step"),
         *("scheduling/victims", "scheduling/waiting"),
     ],

@@ -1,1 +1,1 @@
-"""The parts of the scheduler: queues, admission, due requests, victims, drafts."""
+"""The parts of the scheduler: queues, admission, grants, due requests, victims, drafts."""

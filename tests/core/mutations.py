@@ -193,7 +193,7 @@ MUTATIONS = (
     ),
     Mutation(
         "a victim keeps the token that the step had granted to it",
-        "scheduler.py",
+        "scheduling/grants.py",
         "            victim.num_computed_tokens -= withdrawn\n",
         "",
     ),
@@ -295,7 +295,7 @@ MUTATIONS = (
     ),
     Mutation(
         "pending tokens count as drafts",
-        "scheduler.py",
+        "scheduling/grants.py",
         "num_ahead if is_known else 0",
         "num_ahead",
     ),

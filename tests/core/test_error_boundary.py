@@ -45,7 +45,7 @@ def test_a_failed_requests_blocks_are_not_hits(monkeypatch: pytest.MonkeyPatch) 
     prompt = list(range(100, 180))
     bench.add("a", prompt, 4)
     bench.step()
-    monkeypatch.setattr(bench.scheduler, "_grant", _raise)
+    monkeypatch.setattr(bench.scheduler._grants, "grant", _raise)
     bench.step()
     monkeypatch.undo()
     assert len(bench.scheduler.take_failures()) == 1

@@ -159,7 +159,7 @@ class CheckedEngine(EngineCore):
             return f"{len(scheduler.requests)} requests are left in the core"
         if self.running.adapters.holds_steps:
             return "adapters hold steps with nothing open"
-        usage = scheduler.kv_cache_usage
+        usage = scheduler.kv.usage
         return f"KV cache usage is {usage} with nothing open" if usage else None
 
 
