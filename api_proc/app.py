@@ -40,6 +40,7 @@ from api_proc.openai.generate import GENERATE, generate
 from api_proc.openai.invocations import invoke
 from api_proc.page import routes as page
 from api_proc.peers import sums
+from api_proc.peers.forwarding import is_foreign
 from api_proc.responses import routes as response_routes
 from api_proc.responses.create import RESPONSES, count_input, create_response
 from api_proc.resumption.sessions import Sessions
@@ -178,6 +179,7 @@ class _Endpoint:
         connection.is_forwarded = self.is_forwarded
         if self.state.sessions is not None:
             connection.session_lease = self.state.sessions.lease_of(connection.request_id)
+            connection.is_foreign = is_foreign(self.state, connection)
         try:
             await self.handler(self.state, connection)
         except ApiError as error:

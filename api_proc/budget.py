@@ -11,20 +11,20 @@ class ClientBudget:
 
     def __init__(self, max_per_client: int = 0) -> None:
         """`max_per_client` bounds the sequences of each client; 0: no bound."""
-        self._max_per_client = max_per_client
+        self.max_per_client = max_per_client
         self._num_of: Counter[str] = Counter()
         """Sequences of each client; a request whose prompts are not known yet counts as one."""
 
     def check_size(self, num_sequences: int) -> None:
         """Raise a 400 if a client may never have as many sequences open."""
-        most = self._max_per_client
+        most = self.max_per_client
         if most and num_sequences > most:
             text = f"max_open_requests_per_client: {num_sequences} sequences are more than {most}"
             raise ApiError(400, text, code=ErrorCode.INVALID)
 
     def check(self, client: str, more: int) -> None:
         """Raise a 429 if a client may not have this number of further sequences now."""
-        num_open, most = self.num_of(client), self._max_per_client
+        num_open, most = self.num_of(client), self.max_per_client
         if more > 0 and most and num_open + more > most:
             raise overloaded(
                 f"max_open_requests_per_client: {num_open} of this client's {most} requests and"
@@ -52,25 +52,30 @@ class Budget:
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self.clients = clients or ClientBudget()
+        self.foreign = ClientBudget(self.clients.max_per_client)
+        """Connections for requests of other API processes, where their sequences count: a client
+        that has reached its bound here can read what it has begun there."""
         self.num_requests = 0
         self.num_bytes = 0
 
-    def open(self, num_bytes: int = 0, client: str | None = None) -> "Lease":
+    def open(
+        self, num_bytes: int = 0, client: str | None = None, *, is_foreign: bool = False
+    ) -> "Lease":
         """Admit one request that holds `num_bytes` so far, or raise a 429.
 
-        None as `client`: the request is not counted for any client.
+        None as `client`: the request is not counted for any client. `is_foreign`: another API
+        process may own the request; until its sequences are counted here, `foreign` counts it.
         """
         if self.num_requests >= self._max_requests:
             raise overloaded(f"max_open_requests: {self._max_requests} requests are open")
         if self.num_bytes >= self._max_bytes:
             raise self._out_of_bytes()
+        clients = self.foreign if is_foreign else self.clients
+        if client is not None:
+            clients.check(client, 1)
+        self.reserve(num_bytes)
         lease = Lease(self, num_bytes, client)
-        lease.count_sequences(1)
-        try:
-            self.reserve(num_bytes)
-        except ApiError:
-            lease.count_sequences(0)
-            raise
+        lease.count_connection(clients)
         self.num_requests += 1
         return lease
 
@@ -93,10 +98,11 @@ class Lease:
     connection. It includes one connection that reads them; further ones count as one each.
     """
 
-    __slots__ = ("_budget", "_is_read", "_num_bytes", "_num_sequences", "client")
+    __slots__ = ("_budget", "_clients", "_is_read", "_num_bytes", "_num_sequences", "client")
 
     def __init__(self, budget: Budget, num_bytes: int, client: str | None = None) -> None:
         self._budget: Budget | None = budget
+        self._clients = budget.clients  # which counts the sequences
         self._num_bytes = num_bytes
         self.client = client
         """For which the sequences count; None: for no client."""
@@ -114,8 +120,19 @@ class Lease:
         if self._budget is not None and self.client is not None:
             clients = self._budget.clients
             clients.check_size(number)
-            clients.check(self.client, number - self._num_sequences)
-            self._set(number)
+            num_counted = self._num_sequences if self._clients is clients else 0
+            clients.check(self.client, number - num_counted)
+            self._count_at(clients, number)
+
+    def count_connection(self, clients: ClientBudget) -> None:
+        """Count a connection whose sequences are not known yet, or count at another process."""
+        self._count_at(clients, 1)
+
+    def _count_at(self, clients: ClientBudget, number: int) -> None:
+        if self._clients is not clients:
+            self._set(0)
+            self._clients = clients
+        self._set(number)
 
     def count_restored(self, client: str, number: int) -> None:
         """Count the sequences of a request that a predecessor accepted, even past the bound."""
@@ -141,7 +158,7 @@ class Lease:
 
     def _set(self, number: int) -> None:
         if self._budget is not None and self.client is not None:
-            self._budget.clients.count(self.client, number - self._num_sequences)
+            self._clients.count(self.client, number - self._num_sequences)
             self._num_sequences = number
 
     def close(self) -> None:

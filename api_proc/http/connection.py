@@ -114,6 +114,8 @@ class Connection:
         """Further headers of the response."""
         self.disconnected = False
         self.response_started = False
+        self.is_foreign = False
+        """Whether the request may be in the journal of another API process."""
         self.is_forwarded = False
         """Whether another API process has sent the request."""
         self._receive = receive
@@ -155,7 +157,7 @@ class Connection:
             session, client = self.session_lease, None if is_control else self.origin
             if session is not None and client is not None and session.begin_reading(client):
                 self._is_included, client = True, None
-            self._lease = self._budget.open(client=client)
+            self._lease = self._budget.open(client=client, is_foreign=self.is_foreign)
         headers = dict(self.scope["headers"])
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")

@@ -22,6 +22,13 @@ async def forward_to_owner(
     return await state.peers.forward(connection, request_id, body, timeout_s=timeout_s)
 
 
+def is_foreign(state: ApiState, connection: Connection) -> bool:
+    """Return whether another process owns this request, if it is a generation in a journal."""
+    has_others = state.peers is not None and not connection.is_forwarded
+    is_named = has_others and connection.has_client_id
+    return is_named and state.ids.owner_of(connection.request_id) != state.ids.index
+
+
 async def forward_session(state: ApiState, connection: Connection, raw: bytes) -> bool:
     """Forward a generation that may be in a journal: its client has named it.
 

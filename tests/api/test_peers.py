@@ -19,7 +19,7 @@ import httpx
 import pytest
 
 from api_proc.app import peer_app, start_sessions
-from api_proc.http.connection import REQUEST_ID_KEY, Connection
+from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, REQUEST_ID_KEY, Connection
 from api_proc.http.listener import listen_unix
 from api_proc.http.request_ids import RequestIds
 from api_proc.http.server import HttpServer
@@ -38,11 +38,25 @@ COUNT = 2
 class PeerServer(LiveServer):
     """One API process of two, in a thread of this one."""
 
-    def __init__(self, run_dir: str, index: int, epoch: int, **settings: Any) -> None:
+    def __init__(
+        self,
+        run_dir: str,
+        index: int,
+        epoch: int,
+        *,
+        keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S,
+        **settings: Any,
+    ) -> None:
         self._directory = Directory(run_dir, index, epoch)
         config = configure(**({"model": "null", "api_server_count": COUNT} | settings))
         counters = SharedCounters(run_dir, index, COUNT)
-        super().__init__(config, FakeClient(), index=index, counters=counters)
+        super().__init__(
+            config,
+            FakeClient(),
+            index=index,
+            counters=counters,
+            keep_alive_interval_s=keep_alive_interval_s,
+        )
         self._has_ended = False
 
     def __exit__(self, *_: object) -> None:
@@ -386,6 +400,44 @@ def test_a_request_is_resumed_at_any_of_them(journaled: Pair) -> None:
     assert journaled.http[1].post("/v1/completions", json=body(), headers=wrong).status_code == 400
     gone = {"x-request-id": RequestIds(0, COUNT).draw(), "last-event-id": "x.3"}
     assert journaled.http[1].post("/v1/completions", json=body(), headers=gone).status_code == 404
+
+
+def test_a_client_at_its_bound_can_read_what_another_process_owns(
+    make_pair: MakePair, tmp_path: Path
+) -> None:
+    """The sequences count at the owner, and its connections elsewhere count apart."""
+    most = 3
+    pair = make_pair(
+        journal_dir=str(tmp_path / "journal"),
+        max_open_requests_per_client=most,
+        keep_alive_interval_s=0.05,  # streams begin before they have a token
+    )
+    pair.pause(is_paused=True)
+    names = [f"job-{id_owned_by(index)}" for index in range(COUNT)]
+    budgets = [live.state.budget for live in pair.servers]
+
+    def num_open() -> list[int]:
+        counted = (budgets[0].clients, budgets[1].clients, budgets[0].foreign)
+        return [clients._num_of.total() for clients in counted]
+
+    for http, name in zip(pair.http, names, strict=True):
+        headers = {"x-request-id": name}
+        with http.stream("POST", "/v1/completions", json=body(n=most), headers=headers) as answer:
+            assert answer.status_code == 200
+    eventually(lambda: not sum(each.num_requests for each in budgets), "both clients have left")
+    assert num_open() == [most, most, 0]
+    resumed = Background(pair.http[0], body(n=most), x_request_id=names[1])
+    eventually(lambda: num_open() == [most, most, 1], "a connection counts apart")
+    names = [f"new-{number}" for number in range(99)]
+    new = {"x-request-id": next(n for n in names if RequestIds(0, COUNT).owner_of(n) == 1)}
+    for path, fields in (("completions", body()), ("embeddings", {"input": "x"})):
+        for headers in ({}, new):
+            answer = pair.http[0].post(f"/v1/{path}", json=fields, headers=headers)
+            assert answer.status_code == 429, "further requests count"
+    pair.pause(is_paused=False)
+    assert resumed.end().endswith("data: [DONE]\n\n")
+    assert resumed.status == 200
+    eventually(lambda: num_open() == [most, 0, 0], "the connection has ended")
 
 
 def text_of(stream: str) -> str:
