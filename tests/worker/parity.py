@@ -51,6 +51,11 @@ def make_prompts() -> list[list[int]]:
     return [*prompts, list(prompts[7])]
 
 
+def few_prompts() -> list[list[int]]:
+    """Return half of these: three with a common prefix, one of a token, and one of whole blocks."""
+    return make_prompts()[: NUM_PROMPTS // 2]
+
+
 def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
     """Return transformers' greedy continuation."""
     for module in model.modules():  # RecurrentGemma begins with the states of the text before

@@ -17,7 +17,7 @@ from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run
 from tests.worker.parallel.test_ranks import Ranks
 from tests.worker.parallel.test_stages import DEEP, Stages
-from tests.worker.parity import make_prompts
+from tests.worker.parity import few_prompts
 from tests.worker.recurrent_models import RECURRENT
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -59,7 +59,7 @@ def keep(runners: Sequence[Any], adapters: Sequence[Path]) -> list[int]:
 def drive(group: Ranks | Stages, adapters: Sequence[Path], **options: Any) -> Run:
     """Let requests have each of the adapters in turn, and none."""
     ids = keep(group.runners, adapters)
-    prompts = make_prompts()
+    prompts = few_prompts()
     of_prompts = [ids[number % len(ids)] for number in range(len(prompts))]
     return group.drive(prompts, PARAMS, adapter_ids=of_prompts, **options)
 
@@ -73,7 +73,7 @@ def assert_close(run: Run, expected: Run) -> None:
 
 def assert_effect(run: Run, group: Ranks | Stages) -> None:
     """The adapters change the requests that have one, and no others."""
-    plain = group.drive(make_prompts(), PARAMS)
+    plain = group.drive(few_prompts(), PARAMS)
     for number, entries in plain.logprobs.items():
         assert (run.logprobs[number] == entries) == (number % 3 == 0)
 

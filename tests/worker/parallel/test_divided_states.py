@@ -24,7 +24,7 @@ from tests.worker.drafting.test_speculation import Oracle
 from tests.worker.driving import Run, check_schedules
 from tests.worker.parallel.test_ranks import Ranks
 from tests.worker.parallel.test_stages import SAMPLED, Stages
-from tests.worker.parity import GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.parity import GREEDY, MAX_TOKENS, few_prompts, generate
 from tests.worker.recurrent_models import KEY_DECAYS, RECURRENT
 from worker_proc.drafting import repetitions
 from worker_proc.errors import UnsupportedModel
@@ -82,7 +82,7 @@ def test_stages_have_the_logprobs_of_one_worker(architecture: Architecture, tmp_
     directory = tmp_path / "model"
     build_checkpoint(directory, architecture.config())
     one = Stages(directory, 1)
-    prompts = make_prompts()
+    prompts = few_prompts()
     alone = one.drive(prompts, SAMPLED)
     stages = Stages(directory, 2)
     for settings in ({}, {"max_num_batched_tokens": 7}, {"max_num_seqs": 1}):
@@ -122,7 +122,7 @@ def test_layers_that_pass_on_more_than_their_rows_are_refused_in_stages(
 def test_stages_compute_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
     """In stages with and without attention, and with attention that several of them share."""
     model = build_checkpoint(tmp_path / "model", deep(name)())
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     for num_stages in (2, 3):
         stages = Stages(tmp_path / "model", num_stages)
@@ -153,7 +153,7 @@ def test_a_stage_holds_the_states_of_its_own_layers(tmp_path: Path) -> None:
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(name: str, tmp_path: Path) -> None:
     """In bfloat16; the rows that the layers of Mamba-2 pass on are in float32."""
     build_checkpoint(tmp_path / "model", BY_NAME[name].config())
-    prompts = make_prompts()
+    prompts = few_prompts()
     alone = Stages(tmp_path / "model", 1, dtype="bfloat16").drive(prompts, SAMPLED)
     stages = Stages(tmp_path / "model", 2, dtype="bfloat16")
     dtype = torch.float32 if name == "mamba2" else torch.bfloat16
@@ -259,9 +259,9 @@ def test_a_sampled_step_of_states_without_attention(tmp_path: Path) -> None:
     stages = Stages(tmp_path / "model", 2)
     assert [group.is_state for group in stages.facts.kv_groups] == [True]
     params = SamplingParams(max_tokens=8, temperature=0.7, seed=1, ignore_eos=True)
-    expected = Stages(tmp_path / "model", 1).drive(make_prompts(), params)
-    assert stages.drive(make_prompts(), params).output_token_ids == expected.output_token_ids
-    assert stages.drive(make_prompts(), GREEDY).output_token_ids
+    expected = Stages(tmp_path / "model", 1).drive(few_prompts(), params)
+    assert stages.drive(few_prompts(), params).output_token_ids == expected.output_token_ids
+    assert stages.drive(few_prompts(), GREEDY).output_token_ids
 
 
 @pytest.mark.slow
@@ -277,7 +277,7 @@ def test_stages_round_as_one_worker_does(
     name: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
     build_checkpoint(tmp_path / "model", deep(name)())
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = Stages(tmp_path / "model", 1, dtype="bfloat16", **settings).drive(prompts, SAMPLED)
     stages = Stages(tmp_path / "model", 2, dtype="bfloat16", **settings)
     for cut in ({}, {"max_num_batched_tokens": 7}):
@@ -352,7 +352,7 @@ def test_ranks_divide_layers_with_a_state(
     """Tokens are those of transformers; each rank holds the states of its own heads."""
     config: Any = deep(name, **changes)()
     model = build_checkpoint(tmp_path / "model", config)
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     one = Stages(tmp_path / "model", 1).runners[0]
     ranks = Stages(tmp_path / "model", num_stages, num_ranks)

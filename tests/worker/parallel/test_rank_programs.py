@@ -19,7 +19,7 @@ from tests.worker.parallel.test_ranks import (
     compare_with_generate,
     make_exchanges,
 )
-from tests.worker.parity import GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.parity import GREEDY, MAX_TOKENS, few_prompts, generate
 from worker_proc.decoder.whole import WholeModel
 from worker_proc.native.structures import BufferArgs, Instruction, Kind, ProgramArgs, RunArgs
 from worker_proc.parallel.adoption import RankMissing
@@ -149,7 +149,7 @@ def test_ranks_compute_whole_steps_in_one_call(
         return compute(*args)  # type: ignore[arg-type]
 
     monkeypatch.setattr(WholeModel, "compute", counted)
-    run = ranks.drive(make_prompts())
+    run = ranks.drive(few_prompts())
     assert num_calls == 2 * run.num_steps
 
 
@@ -158,7 +158,7 @@ def test_one_rank_may_compute_with_modules_and_another_natively(tmp_path: Path) 
     """What a rank computes with is proven for its own part: the proof may fail at one of them."""
     model = build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
     model.set_attn_implementation("eager")
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     ranks = Ranks(tmp_path / "model", 2)
     ranks.runners[1] = Ranks(tmp_path / "model", 2, native_decoder=NativeDecoder.OFF).runners[1]

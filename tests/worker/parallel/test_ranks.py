@@ -31,7 +31,7 @@ from protocol.sampling import SamplingParams
 from scripts.testing import eventually
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
 from tests.worker.driving import Run, check_schedules, drive, sampled_with_penalty
-from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, few_prompts, generate
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
@@ -104,7 +104,7 @@ def compare_with_generate(directory: Path, config: Any, num_ranks: int) -> Ranks
     """Compare greedy tokens in fp32 with those of transformers, for a new model."""
     model = build_checkpoint(directory, config)
     model.set_attn_implementation("eager")
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     ranks = Ranks(directory, num_ranks)
     assert ranks.drive(prompts).output_token_ids == expected
@@ -156,9 +156,9 @@ def test_other_families_have_the_same_bits_in_every_batch(name: str, tmp_path: P
     assert facts.exact_resume, facts.exact_resume_reason
     params = SamplingParams(max_tokens=8, temperature=1.3, seed=1, logprobs=2, ignore_eos=True)
     ranks = Ranks(tmp_path / "model", 2, dtype="bfloat16")
-    together = ranks.drive(make_prompts(), params)
+    together = ranks.drive(few_prompts(), params)
     for settings in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 7}):
-        run = ranks.drive(make_prompts(), params, **settings)
+        run = ranks.drive(few_prompts(), params, **settings)
         assert run.output_token_ids == together.output_token_ids
         assert run.logprobs == together.logprobs
 
@@ -166,7 +166,7 @@ def test_other_families_have_the_same_bits_in_every_batch(name: str, tmp_path: P
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(tmp_path: Path) -> None:
     """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
     build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
-    prompts = make_prompts()
+    prompts = few_prompts()
     params = sampled_with_penalty(len(prompts))
     for decoder in NativeDecoder:
         ranks = Ranks(tmp_path / "model", 2, dtype="bfloat16", native_decoder=decoder)

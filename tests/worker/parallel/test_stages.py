@@ -50,7 +50,7 @@ from tests.worker.checkpoints import (
 from tests.worker.driving import Run, check_schedules, drive, sampled_with_penalty
 from tests.worker.families import FAMILIES
 from tests.worker.gguf import gguf_files
-from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, generate, make_prompts
+from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, few_prompts, generate
 from tests.worker.quantization.quantized_checkpoints import (
     WIDE,
     Layout,
@@ -199,7 +199,7 @@ def test_stages_compute_the_tokens_of_the_whole_model(
     directory = tmp_path / "model"
     model = build_checkpoint(directory, config)
     model.set_attn_implementation("eager")
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     stages = Stages(directory, num_stages)
     assert stages.drive(prompts).output_token_ids == expected
@@ -224,7 +224,7 @@ def test_a_stage_whose_layers_the_native_decoder_does_not_compute_has_its_own_de
     assert group.find_disagreement() is None
     assert group.facts.decoder == "native, modules"
     assert group.facts.exact_resume, group.facts.exact_resume_reason
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = stages.drive(prompts, SAMPLED)
     for settings in ({"max_num_batched_tokens": 7}, {"max_num_seqs": 1}):
         run = stages.drive(prompts, SAMPLED, **settings)
@@ -236,7 +236,7 @@ def test_ranks_divide_the_layers_of_stages(tmp_path: Path) -> None:
     directory = tmp_path / "model"
     model = build_checkpoint(directory, LlamaConfig(**DEEP))
     model.set_attn_implementation("eager")
-    prompts = make_prompts()
+    prompts = few_prompts()
     expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
     stages = Stages(directory, 2, num_shares=2)
     assert stages.drive(prompts).output_token_ids == expected
@@ -291,7 +291,7 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(
 ) -> None:
     """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
     build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
-    prompts = make_prompts()
+    prompts = few_prompts()
     params = sampled_with_penalty(len(prompts))
     for decoder in NativeDecoder:
         options: dict[str, Any] = {"dtype": "bfloat16", "native_decoder": decoder}
@@ -301,12 +301,12 @@ def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(
         check_schedules(stages.drive, prompts, params, alone)
 
 
-SAMPLED = SamplingParams(max_tokens=12, temperature=1.1, seed=5, logprobs=2, ignore_eos=True)
+SAMPLED = SamplingParams(max_tokens=8, temperature=1.1, seed=5, logprobs=2, ignore_eos=True)
 
 
 def compare_with_one(directory: Path, **options: Any) -> Stages:
     """Check that two stages compute the tokens of one; returns the two."""
-    prompts = make_prompts()
+    prompts = few_prompts()
     one = Stages(directory, 1, **options)
     alone = one.drive(prompts, SAMPLED)
     stages = Stages(directory, 2, **options)
@@ -438,7 +438,7 @@ def test_the_blocks_of_stages_have_one_layout_which_names_the_division(tmp_path:
 @pytest.mark.parametrize("swap_space_bytes", [0, 2**20])
 def test_preempted_requests_continue(swap_space_bytes: int, tmp_path: Path) -> None:
     build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
-    prompts = make_prompts()
+    prompts = few_prompts()
     params = SamplingParams(max_tokens=40, temperature=1.0, seed=3, ignore_eos=True)
     stages = Stages(tmp_path / "model", 2, swap_space_bytes=swap_space_bytes)
     expected = stages.drive(prompts, params).output_token_ids
