@@ -18,7 +18,7 @@ from protocol.sampling import SamplingParams
 from tests.core.fake_worker import FakeWorker
 
 CLIENT = b"client"
-FACTS = ModelFacts("fake", 100_000, 512, 16, 2000, [2])
+FACTS = ModelFacts("fake", 100_000, 128, 16, 2000, [2])
 NUM_TOKENS = 12
 POISON = 9_999
 """The first token of prompts that kill."""
