@@ -177,6 +177,7 @@ def test_commands_and_the_log_name_another_version(
     engine.ready()
     own, of_engine = message.PROTOCOL_VERSION + 1, message.PROTOCOL_VERSION
     monkeypatch.setattr(message, "PROTOCOL_VERSION", own)
+    monkeypatch.setattr(restart, "_ANSWER_TIMEOUT_S", 0.5)  # no answer can be read
     reason = f"peer speaks protocol {of_engine}, this program {own}"
     for command_of, arguments in ((status.main, []), (restart.main, ["core"])):
         began = time.monotonic()
