@@ -203,6 +203,17 @@ def test_triton_is_loaded_on_a_gpu_only() -> None:
     }
 
 
+def test_ray_and_process_groups_exist_only_where_they_are_asked_for() -> None:
+    """An engine of one rank on one machine neither imports Ray nor creates a process group."""
+    for package in PRODUCT:
+        for path in (ROOT / package).rglob("*.py"):
+            place = path.relative_to(ROOT)
+            assert "ray" not in imported_packages(path) or place.is_relative_to("scripts/placement")
+            if "init_process_group(" in path.read_text():
+                assert place == Path("worker_proc/cuda/rank_group.py")
+    assert not modules_after("import scripts.supervisor.__main__") & {"ray", "torch"}
+
+
 def test_no_module_unpickles_or_evaluates() -> None:
     """Data from a wire or a file is decoded by typed decoders only."""
     banned = ("pickle", "marshal", "eval(", "recv_pyobj", "yaml.load", "torch.load", "shelve")
