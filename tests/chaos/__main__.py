@@ -4,6 +4,7 @@
     python -m tests.chaos --matrix --model demo --json chaos.json
     python -m tests.chaos --faults worker,core --seed 7 --round 12
     python -m tests.chaos --journal --faults api,supervisor --matrix
+    python -m tests.chaos --replicas 2 --faults worker,core,replica,lost
     python -m tests.chaos --model demo --every 1.8 --kills 100 --streams 24 -- --dtype float32
     python -m tests.chaos --url http://127.0.0.1:8000 --kill-pid-pattern EngineCore
 
@@ -59,6 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         engine_flags=tuple(arguments.engine_flags),
         has_journal=arguments.journal,
         kinds=arguments.kinds,
+        num_replicas=arguments.replicas,
     )
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # the engine must be stopped, too
     try:
@@ -174,6 +176,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="the engine keeps a journal, and clients resume broken streams",
     )
+    parser.add_argument("--replicas", type=int, default=1, help="replicas of the engine")
     parser.add_argument("--round", type=int, help="run only this round of the plan")
     parser.add_argument("--json", help="write all results to this file")
     parser.add_argument(

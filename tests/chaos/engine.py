@@ -8,18 +8,19 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from protocol.lifecycle import ProcessState, StatusReply
 from protocol.process import failpoints
-from protocol.process.status import StatusLink
 from protocol.transport.channel import client_address
-from scripts.testing import is_alive
 from tests.chaos import processes
 from tests.chaos.client import Declined, StreamClient
+from tests.chaos.members import Member, Members
+
+T = TypeVar("T")
 
 ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 120.0
@@ -31,7 +32,7 @@ _STOP_TIMEOUT_S = 20.0
 JOURNAL_FLAGS = ("--resume-window-s", "3")
 """Long enough to reconnect, and not much longer: abandoned requests are kept this long."""
 KEPT_FILES = frozenset({"epoch", "supervisor.lock"})
-"""Files in a run directory after a clean shutdown."""
+"""Files in a run directory, or in that of a replica, after a clean shutdown."""
 _SAMPLE = re.compile(
     r"^troika:(?:num_requests_running|num_requests_waiting|kv_cache_usage_perc)"
     r"(?:\{[^}]*\})? (\S+)$",
@@ -93,7 +94,7 @@ class Engine:
             self._environ[failpoints.VARIABLE] = str(self.failpoints)
         self._executor = ThreadPoolExecutor(1)
         self._process: subprocess.Popen[bytes] | None = None
-        self._link: StatusLink | None = None
+        self._members: Members | None = None
 
     def start(self) -> None:
         """Start a supervisor; does not wait until it is ready."""
@@ -102,7 +103,7 @@ class Engine:
             self._process = subprocess.Popen(
                 self._command, cwd=ROOT, env=self._environ, stdin=subprocess.DEVNULL, stderr=log
             )
-        self._link = StatusLink(str(self.run_dir))
+        self._members = Members(str(self.run_dir), _STATUS_TIMEOUT_S)
 
     @property
     def address(self) -> str:
@@ -115,10 +116,12 @@ class Engine:
         return self._process.pid
 
     async def status(self) -> StatusReply | None:
-        """Query the supervisor once; None if it does not answer."""
-        assert self._link is not None
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._executor, self._link.query, _STATUS_TIMEOUT_S)
+        """Query the supervisors once; None if the outer one does not answer.
+
+        The reply has the processes of all replicas, and is ready if all of them are.
+        """
+        assert self._members is not None
+        return await self._in_thread(self._members.whole)
 
     async def ready(
         self, timeout_s: float = READY_TIMEOUT_S, *, without: Collection[int] = ()
@@ -146,13 +149,24 @@ class Engine:
         raise EngineFailed(f"not ready within {timeout_s:g} s:\n{self.log_tail()}")
 
     async def pids(self, role: str) -> list[int]:
-        """Return the living processes of a role."""
+        """Return the living processes of a role, in all replicas."""
+        return [member.pid for member in await self.members(role)]
+
+    async def members(self, role: str) -> list[Member]:
+        """Return the living processes of a role, in the order of replicas and ranks."""
         if role == "supervisor":
-            return [self.supervisor_pid]
-        reply = await self.status()
-        rows = [] if reply is None else reply.processes
-        pids = [row.pid for row in rows if str(row.role) == role and row.pid is not None]
-        return [pid for pid in pids if is_alive(pid)]
+            return [Member(role, None, 0, self.supervisor_pid)]
+        assert self._members is not None
+        return await self._in_thread(self._members.living, role)
+
+    async def replica(self, number: int) -> list[Member]:
+        """Return the living processes of a replica, its supervisor first."""
+        assert self._members is not None
+        return await self._in_thread(self._members.of_replica, number)
+
+    async def _in_thread(self, query: Callable[..., T], *arguments: object) -> T:
+        """Run a query of the supervisors, one after the other."""
+        return await asyncio.get_running_loop().run_in_executor(self._executor, query, *arguments)
 
     async def roles(self) -> set[str]:
         """Wait until the engine is ready and return its roles."""
@@ -210,8 +224,12 @@ class Engine:
         return processes.living_with(_MARK, str(self._base))
 
     def files(self) -> set[str]:
-        """Return the names in the run directory."""
-        return {entry.name for entry in self.run_dir.iterdir()}
+        """Return what is in the run directory and in those of replicas, except `KEPT_FILES`."""
+        return {
+            str(entry.relative_to(self.run_dir))
+            for entry in self.run_dir.rglob("*")
+            if entry.name not in KEPT_FILES and not entry.match("replica-*")
+        }
 
     def surroundings(self) -> set[str]:
         """Return the names beside the run directory: directories, and registers of supervisors.
@@ -228,10 +246,10 @@ class Engine:
     def reap(self) -> None:
         """Reap the supervisor after its death, so that another one can be started."""
         assert self._process is not None
-        assert self._link is not None
+        assert self._members is not None
         self._process.wait(_STOP_TIMEOUT_S)
-        self._link.close()
-        self._process = self._link = None
+        self._members.close()
+        self._process = self._members = None
 
     def stop(self) -> int | None:
         """Shut down, by SIGKILL after a timeout; returns the exit status."""

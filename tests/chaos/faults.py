@@ -17,6 +17,10 @@ class Fault(enum.StrEnum):
     ZYGOTE = "zygote"
     API = "api"
     SUPERVISOR = "supervisor"
+    REPLICA = "replica"
+    """The supervisor of a replica, with which all processes of the replica end."""
+    LOST = "lost"
+    """A replica for good: its core, its workers and all that could replace them."""
     WORKER_HANG = "worker_hang"
     """SIGSTOP instead of SIGKILL: the process exists, but does nothing."""
     CORE_HANG = "core_hang"
@@ -24,7 +28,9 @@ class Fault(enum.StrEnum):
     @property
     def roles(self) -> tuple[str, ...]:
         """Roles in the status of the engine."""
-        return ("worker", "core") if self is Fault.BOTH else (self.removesuffix("_hang"),)
+        if self is Fault.BOTH:
+            return ("worker", "core")
+        return ("replica",) if self is Fault.LOST else (self.removesuffix("_hang"),)
 
     @property
     def hangs(self) -> bool:
@@ -77,6 +83,8 @@ class Cell(NamedTuple):
     fault: Fault
     phase: Phase
     seed: int
+    rank: int | None = None
+    """Of the worker that is killed; None: any."""
 
 
 class Place(NamedTuple):
@@ -141,6 +149,7 @@ _LOADING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "zygote": (("zygote",), ("zygote.load",)),
     "api": (("api",), ("api.load",)),
     "supervisor": (("standby", "worker"), ("worker.load",)),
+    "replica": (("replica",), ("core.load",)),
 }
 """By fault: the roles that die first, and the failpoint at which the successor, or its supervisor,
 dies. A standby is killed before the process that it would replace, so that a process has to start.
@@ -155,6 +164,7 @@ _RECOVERING: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "zygote": (("worker",), ("supervisor.after_death",)),
     "api": (("core",), ("core.after_adopt",)),
     "supervisor": (("worker",), ("supervisor.after_death",)),
+    "replica": (("worker",), ("supervisor.after_death",)),
 }
 """The same for a death during the takeover. Standbys and zygote die when the supervisor has reaped
 a worker or a core and is about to use them, the API while it resends its requests to a new core.
@@ -167,6 +177,8 @@ _RESTORED = (1, 12)
 
 _NOT_FOR_HANGS = (Phase.LOAD, Phase.THRICE)
 """A start may take ten minutes, and three hangs take longer than ten seconds."""
+_NOT_FOR_LOST = (Phase.LOAD, Phase.RECOVERY, Phase.THRICE)
+"""A replica that is lost for good has no successor."""
 
 
 def place(cell: Cell, rng: random.Random, num_streams: int = _USUAL_STREAMS) -> Place | None:
@@ -179,7 +191,7 @@ def place(cell: Cell, rng: random.Random, num_streams: int = _USUAL_STREAMS) -> 
     hit = rng.randint(lowest, highest)
     if name in _PER_STREAM:
         hit = -(-hit * num_streams // _USUAL_STREAMS)
-    return Place(name, hit, is_own and rng.random() < 0.5)
+    return Place(name, hit, is_own and rng.random() < 0.5 and cell.rank is None)
 
 
 def sequel(cell: Cell, *, has_journal: bool = False) -> Sequel | None:
@@ -192,7 +204,7 @@ def sequel(cell: Cell, *, has_journal: bool = False) -> Sequel | None:
         return None
     first, names = table[cell.fault.removesuffix("_hang")]
     roles = {*cell.fault.roles, *(["worker"] if cell.fault is Fault.STANDBY else [])}
-    is_alone = cell.fault is not Fault.BOTH or len(names) > 1
+    is_alone = (cell.fault is not Fault.BOTH or len(names) > 1) and cell.rank is None
     places = [Place(name, 1, is_alone and name.partition(".")[0] in roles) for name in names]
     return Sequel(first, tuple(places))
 
@@ -205,6 +217,7 @@ def cells(faults: Iterable[Fault], phases: Iterable[Phase]) -> list[tuple[Fault,
         for fault in faults
         for phase in phases
         if not (fault.hangs and phase in _NOT_FOR_HANGS)
+        and not (fault is Fault.LOST and phase in _NOT_FOR_LOST)
     ]
 
 

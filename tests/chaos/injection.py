@@ -4,13 +4,14 @@ import asyncio
 import random
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
 from tests.chaos import processes
 from tests.chaos.engine import READY_TIMEOUT_S, Engine, Firing
 from tests.chaos.faults import HOLD_MS, Cell, Fault, Phase, Place, place, sequel
+from tests.chaos.members import Member
 from tests.chaos.supervisor_death import replace_supervisor
 
 DETECTION = "supervisor.after_death"
@@ -35,6 +36,8 @@ class Kill(msgspec.Struct, frozen=True):
     role: str
     pid: int
     how: str
+    rank: int = 0
+    replica: int | None = None
 
 
 class Injection:
@@ -63,14 +66,20 @@ class Injection:
         self._rng = random.Random(cell.seed)
         self._place = place(cell, self._rng, num_streams)
         self._signal = signal.SIGSTOP if cell.fault.hangs else signal.SIGKILL
-        self._known: dict[str, list[int]] = {}
+        self._known: dict[str, list[Member]] = {}
+        self._replica: int | None = None
+        """Of the victims; None: the engine has no replicas."""
+        self._stopped: int | None = None
+        """Pid of the supervisor of a lost replica, which is stopped."""
 
     async def prepare(self) -> None:
         """Arm the failpoint of the phase and look up pids; called right before the streams open."""
         self._armed_at = time.monotonic()
         self._engine.arm(DETECTION, _NOTE)
-        for role in {*self._cell.fault.roles, *_STANDBYS}:
-            self._known[role] = await self._engine.pids(role)
+        for role in {*self._cell.fault.roles, *_STANDBYS, "worker", "core"}:
+            self._known[role] = await self._engine.members(role)
+        num_replicas = len(await self._engine.members("replica"))
+        self._replica = self._cell.seed % num_replicas if num_replicas else None
         if self._place is not None:
             self._arm(self._place)
 
@@ -92,7 +101,7 @@ class Injection:
             await self._kill(self._cell.fault.roles, "outside")
         else:
             await asyncio.sleep(self._rng.uniform(0, self._typical_s))
-            is_once = self._cell.fault.hangs or self._cell.fault is Fault.SUPERVISOR
+            is_once = self._cell.fault.hangs or self._cell.fault in (Fault.SUPERVISOR, Fault.LOST)
             most = 1 if is_once else _LONGEST_RANDOM
             await self._kill_repeatedly(self._rng.randint(1, most))
         if self._cell.fault is Fault.SUPERVISOR and self.kills:
@@ -101,11 +110,13 @@ class Injection:
             self.missed = "no process was there to kill"
 
     async def wait_return(self, timeout_s: float) -> None:
-        """Wait until every process is ready again.
+        """Let a lost replica return, and wait until every process is ready again.
 
         Raises:
             EngineFailed: it takes longer than `timeout_s`.
         """
+        if self._stopped is not None:
+            processes.kill(self._stopped, signal.SIGCONT)
         await self._engine.ready(timeout_s, without={kill.pid for kill in self.kills})
         self.returned_at = time.monotonic()
 
@@ -115,17 +126,31 @@ class Injection:
             self.missed = f"{where.failpoint} was never reached"
             return
         own_role = where.failpoint.partition(".")[0]
+        own = self._member(own_role, fired.pid)
+        self._replica = self._replica if own.replica is None else own.replica
         if where.by_itself:
             role = own_role if own_role in self._cell.fault.roles else self._cell.fault.roles[0]
-            self.kills.append(Kill(fired.time, role, fired.pid, f"itself at {where.failpoint}"))
+            self._note_kill(fired.time, own._replace(role=role), f"itself at {where.failpoint}")
             await self._after_kill(role, fired.time)
         else:
-            known = {**self._known, own_role: [fired.pid]}
+            known = self._known if self._has_rank(own_role) else {**self._known, own_role: [own]}
             before = len(self.kills)
             await self._kill(self._cell.fault.roles, f"outside at {where.failpoint}", known)
             self._check_hold(where, fired, self.kills[before:])
         if where.failpoint == DETECTION:
             self._engine.arm(DETECTION, _NOTE)
+
+    def _member(self, role: str, pid: int) -> Member:
+        """Return the process that has reached a failpoint; a successor is of the same replica."""
+        for members in self._known.values():
+            for member in members:
+                if member.pid == pid:
+                    return member._replace(role=role)
+        return Member(role, self._replica, 0, pid)
+
+    def _has_rank(self, role: str) -> bool:
+        """Return whether the cell names the victim of this role."""
+        return role == "worker" and self._cell.rank is not None
 
     def _check_hold(self, where: Place, fired: Firing, kills: Sequence[Kill]) -> None:
         """Check that the victims were killed while the process was held at the place."""
@@ -165,36 +190,64 @@ class Injection:
             self.missed = f"three deaths took {times[-1] - times[0]:.1f} s"
 
     async def _kill(
-        self, roles: Sequence[str], how: str, known: dict[str, list[int]] | None = None
+        self, roles: Sequence[str], how: str, known: dict[str, list[Member]] | None = None
     ) -> None:
-        """Kill all processes of these roles one right after the other, as soon as they exist.
+        """Kill processes of these roles in one replica one right after the other, once they exist.
 
         Args:
             roles: in this order.
             how: for the record.
-            known: pids by role; others are queried.
+            known: processes by role; others are queried.
         """
-        victims = {role: (known or {}).get(role) or await self._pids(role) for role in roles}
-        for role, living in victims.items():
-            place = self._cell.seed % max(1, len(living))  # any rank; the others die of it
-            for pid in living[place : place + 1] if role == "worker" else living:
-                moment = processes.kill(pid, self._signal)
+        if self._cell.fault is Fault.LOST and self._replica is not None:
+            await self._lose(self._replica, how)
+            return
+        found = {role: self._victims(role, (known or {}).get(role, ())) for role in roles}
+        victims = {role: found[role] or await self._wait_victims(role) for role in roles}
+        for role, members in victims.items():
+            for member in members:
+                moment = processes.kill(member.pid, self._signal)
                 if moment is not None:
-                    self.kills.append(Kill(moment, role, pid, how))
+                    self._note_kill(moment, member, how)
                     await self._after_kill(role, moment)
+
+    async def _lose(self, replica: int, how: str) -> None:
+        """Kill the processes of a replica while its supervisor is stopped and replaces none."""
+        outer, *others = await self._engine.replica(replica)
+        if processes.kill(outer.pid, signal.SIGSTOP) is not None:
+            self._stopped = outer.pid
+        for member in sorted(others, key=lambda each: each.role not in ("core", "worker")):
+            moment = processes.kill(member.pid)
+            if moment is not None:
+                self._note_kill(moment, member, how)
+
+    def _note_kill(self, moment: float, member: Member, how: str) -> None:
+        role, replica, rank, pid = member
+        self.kills.append(Kill(moment, role, pid, how, rank, replica))
+
+    def _victims(self, role: str, members: Iterable[Member]) -> list[Member]:
+        """Return those of the replica; of its workers one, by the cell's rank or its seed."""
+        living = [each for each in members if each.replica in (None, self._replica)]
+        if role != "worker":
+            return living
+        if self._cell.rank is not None:
+            return [each for each in living if each.rank == self._cell.rank]
+        place = self._cell.seed % max(1, len(living))  # any rank; the others die of it
+        return living[place : place + 1]
 
     async def _after_kill(self, role: str, moment: float) -> None:
         if role == "supervisor":
             self.problems += await replace_supervisor(self._engine, moment)
 
-    async def _pids(self, role: str) -> list[int]:
-        """Return the living processes of a role that were not stopped."""
+    async def _wait_victims(self, role: str) -> list[Member]:
+        """Return the victims among the living processes of a role that were not stopped."""
         dead = {kill.pid for kill in self.kills}
         deadline = time.monotonic() + _RETURN_TIMEOUT_S
         while time.monotonic() < deadline:
-            pids = [pid for pid in await self._engine.pids(role) if pid not in dead]
-            if pids:
-                return pids
+            members = await self._engine.members(role)
+            victims = self._victims(role, [each for each in members if each.pid not in dead])
+            if victims:
+                return victims
             await asyncio.sleep(_POLL_S)
         return []
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import msgspec
 
 from tests.chaos.checker import Excuse, Harm, Violation, check_stream
-from tests.chaos.engine import KEPT_FILES, Engine
+from tests.chaos.engine import Engine
 from tests.chaos.faults import Cell, Fault, Phase
 from tests.chaos.injection import DETECTION, Injection, Kill
 from tests.chaos.recording import End, Recording
@@ -31,6 +31,8 @@ class RoundResult(msgspec.Struct):
     fault: str
     phase: str
     seed: int
+    rank: int | None = None
+    """Of the worker that was to be killed; None: any."""
     kills: list[Kill] = []
     num_streams: int = 0
     num_broken: int = 0
@@ -61,7 +63,8 @@ class RoundResult(msgspec.Struct):
         """Whether all victims died at once, while every other process was ready."""
         has_sequel = self.phase in (Phase.LOAD, Phase.RECOVERY)
         roles = [kill.role for kill in self.kills]
-        return bool(roles) and not has_sequel and len(set(roles)) == len(roles)
+        is_once = self.fault == Fault.LOST or len(set(roles)) == len(roles)
+        return bool(roles) and not has_sequel and is_once
 
 
 class RoundRunner:
@@ -90,7 +93,7 @@ class RoundRunner:
     async def run(self, cell: Cell, requests: Sequence[ChaosRequest]) -> RoundResult:
         """Run one round; afterwards the engine is ready, or EngineFailed is raised."""
         began = time.monotonic()
-        result = RoundResult(cell.number, cell.fault, cell.phase, cell.seed)
+        result = RoundResult(cell.number, cell.fault, cell.phase, cell.seed, cell.rank)
         self._engine.disarm()
         before = self._engine.files(), self._engine.surroundings()
         injection = Injection(self._engine, cell, self._typical_s, len(requests))
@@ -123,6 +126,8 @@ class RoundRunner:
         if cell.phase is Phase.IDLE:
             await injection.run(lambda: False)
             streams = asyncio.ensure_future(client.record_all(requests, deadline))
+            if cell.fault is Fault.LOST:
+                await asyncio.wait([streams])
             await injection.wait_return(RETURN_TIMEOUT_S)
             return await streams, []
         streams = asyncio.ensure_future(client.record_all(requests, deadline))
@@ -130,6 +135,8 @@ class RoundRunner:
         late = asyncio.ensure_future(
             client.record_all(self._late(requests), deadline, may_leave=False)
         )
+        if cell.fault is Fault.LOST:  # nothing is replaced before all streams have ended
+            await asyncio.wait([streams, late])
         await injection.wait_return(RETURN_TIMEOUT_S)
         return await streams, await late
 
@@ -184,12 +191,13 @@ class RoundRunner:
         self, result: RoundResult, cell: Cell, before: tuple[set[str], set[str]]
     ) -> None:
         """Check that no request runs on and no file is left behind."""
-        has_news = any(kill.role in ("core", "api", "supervisor") for kill in result.kills)
+        roles = ("core", "api", "supervisor", "replica")
+        has_news = any(kill.role in roles for kill in result.kills)
         if not await self._engine.is_idle(_IDLE_TIMEOUT_S, has_news=has_news):
             text = "abandoned requests still run, or blocks are held"
             result.violations.append(Violation(Harm.MISMATCHED, "engine", text))
         files, surroundings = before
-        left = self._engine.files() - files - KEPT_FILES
+        left = self._engine.files() - files
         left |= self._engine.surroundings() - surroundings
         if cell.fault is Fault.SUPERVISOR and left:
             violation = Violation(Harm.FAILED, "engine", f"left behind: {sorted(left)}")
@@ -201,7 +209,7 @@ class RoundRunner:
             return
         if injection.returned_at is not None:
             result.recovery_s = injection.returned_at - result.kills[-1].time
-        if cell.fault.hangs or cell.fault is Fault.SUPERVISOR:
+        if cell.fault.hangs or cell.fault in (Fault.SUPERVISOR, Fault.LOST):
             return
         notices = [f.time for f in self._engine.firings(began) if f.name == DETECTION]
         kills = sorted(result.kills, key=lambda kill: kill.time)

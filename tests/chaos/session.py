@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from tests.chaos.checker import check_stream
-from tests.chaos.engine import KEPT_FILES, Engine, EngineFailed
+from tests.chaos.engine import Engine, EngineFailed
 from tests.chaos.external_server import ExternalServer
 from tests.chaos.faults import Cell, Fault, Phase, cells, plan
 from tests.chaos.recording import Recording
@@ -28,11 +28,13 @@ ENGINE_FLAGS = (
 )
 """Small, so that requests queue, prompts are chunked and running requests are preempted."""
 NULL_FLAGS = (
-    *("--null-step-ms", "4", "--num-gpu-blocks-override", "130"),
+    *("--null-step-ms", "4"),
     *("--standby-workers", "1"),  # by default only models that take long to load have one
 )
-MODEL_FLAGS = ("--num-gpu-blocks-override", "72")
-"""Fewer blocks: the same texts are shorter for a real tokenizer."""
+NULL_BLOCKS, MODEL_BLOCKS = 130, 72
+"""Blocks of all replicas: the same texts are shorter for a real tokenizer."""
+_MIN_BLOCKS = 66
+"""Of a replica: a sequence of the greatest length fits."""
 _MAX_ROUNDS = 100_000
 _TRIES = 4
 """For a round that has missed its phase."""
@@ -57,6 +59,7 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The engine keeps a journal, and clients resume broken streams."""
     kinds: tuple[str, ...] | None = None
     """Of requests, in turn; None: all."""
+    num_replicas: int = 1
 
 
 class Session:
@@ -89,6 +92,8 @@ class Session:
         """
         options = self._options
         arguments = [options.model, *self._flags(), *options.engine_flags]
+        if options.num_replicas > 1:
+            arguments += ["--data-parallel-size", str(options.num_replicas)]
         engine = Engine(self._base, arguments, has_journal=options.has_journal)
         try:
             engine.start()
@@ -96,7 +101,7 @@ class Session:
             status = engine.stop()
             if status != 0:
                 self.failure = f"the engine has ended with status {status}"
-            left = engine.files() - KEPT_FILES
+            left = engine.files()
             if left:
                 self.failure = f"the engine left files in its run dir: {', '.join(sorted(left))}"
         finally:
@@ -104,9 +109,13 @@ class Session:
 
     def _flags(self) -> tuple[str, ...]:
         """Flags of the engine."""
-        num_places = max(1, self._options.num_streams // 2)  # half of the streams wait
-        flags = ("--max-num-seqs", str(num_places), *ENGINE_FLAGS)
-        return (*flags, *(NULL_FLAGS if self._options.model == "null" else MODEL_FLAGS))
+        options = self._options
+        share = 2 * options.num_replicas
+        flags = ("--max-num-seqs", str(max(1, options.num_streams // share)), *ENGINE_FLAGS)
+        is_null = options.model == "null"
+        num_blocks = max(_MIN_BLOCKS, (NULL_BLOCKS if is_null else MODEL_BLOCKS) * 2 // share)
+        blocks = ("--num-gpu-blocks-override", str(num_blocks))
+        return (*flags, *blocks, *(NULL_FLAGS if is_null else ()))
 
     async def _run_rounds(self, engine: Engine) -> None:
         pairs = self._available(await engine.roles())
@@ -115,9 +124,11 @@ class Session:
         typical_s = time.monotonic() - began
         runner = RoundRunner(engine, self.golden, typical_s, self._options.stream_timeout_s)
         self.results.append(await self._control_round(engine))
+        num_ranks = len({member.rank for member in await engine.members("worker")})
         for cell in self._plan(pairs):
-            await self._run_cell(runner, cell)
-        unhit = self._unhit(pairs) if self._options.is_matrix else []
+            for rank in self._ranks(cell.fault, num_ranks):
+                await self._run_cell(runner, cell._replace(rank=rank))
+        unhit = self._unhit(pairs, num_ranks) if self._options.is_matrix else []
         if unhit:
             self.failure = f"no process was killed in: {', '.join(unhit)}"
 
@@ -131,10 +142,23 @@ class Session:
             if result.missed is None:
                 return
 
-    def _unhit(self, pairs: list[tuple[Fault, Phase]]) -> list[str]:
+    def _ranks(self, fault: Fault, num_ranks: int) -> Sequence[int | None]:
+        """Return the ranks that a cell kills one after the other; None: any.
+
+        A matrix kills each rank in each phase.
+        """
+        each = self._options.is_matrix and num_ranks > 1 and "worker" in fault.roles
+        return range(num_ranks) if each else (None,)
+
+    def _unhit(self, pairs: list[tuple[Fault, Phase]], num_ranks: int) -> list[str]:
         """Return the cells of the matrix whose phase was never hit."""
-        hit = {(result.fault, result.phase) for result in self.results if not result.missed}
-        return [f"{fault} {phase}" for fault, phase in pairs if (fault, phase) not in hit]
+        hit = {(each.fault, each.phase, each.rank) for each in self.results if not each.missed}
+        return [
+            f"{fault} {phase}" if rank is None else f"{fault} {phase} of rank {rank}"
+            for fault, phase in pairs
+            for rank in self._ranks(fault, num_ranks)
+            if (fault, phase, rank) not in hit
+        ]
 
     def _available(self, roles: set[str]) -> list[tuple[Fault, Phase]]:
         """Return the cells whose processes exist; logs the skipped ones.
@@ -203,6 +227,7 @@ class Session:
         missed = f", MISSED: {result.missed}" if result.missed else ""
         bad = f", {len(result.violations)} VIOLATIONS" if result.violations else ""
         how = ", ".join(f"{kill.role} {kill.how}" for kill in result.kills) or "no kill"
+        how += "" if result.rank is None else f" (rank {result.rank})"
         self._log(
             f"round {result.number} {result.fault} {result.phase}: {how}{stall}"
             f" in {result.seconds:.1f} s{missed}{bad}"

@@ -17,7 +17,13 @@ from tests.chaos.faults import Fault
 from tests.chaos.injection import DETECTION, Kill
 from tests.chaos.recording import Recording
 from tests.chaos.rounds import RoundResult
-from tests.chaos.session import DEFAULT_KILLS, NULL_FLAGS, Session, SessionOptions
+from tests.chaos.session import (
+    DEFAULT_KILLS,
+    NULL_BLOCKS,
+    NULL_FLAGS,
+    Session,
+    SessionOptions,
+)
 from tests.chaos.stalls import detections_s, stall_s
 from tests.chaos.workload import PARSER_FLAGS
 
@@ -48,7 +54,8 @@ class SteadySession(Session):
         self._is_over = False
 
     def _flags(self) -> tuple[str, ...]:
-        flags = NULL_FLAGS if self._options.model == "null" else ()
+        blocks = ("--num-gpu-blocks-override", str(NULL_BLOCKS))
+        flags = (*NULL_FLAGS, *blocks) if self._options.model == "null" else ()
         return (*flags, *PARSER_FLAGS) if self._options.kinds else flags
 
     async def _run_rounds(self, engine: Engine) -> None:
@@ -124,11 +131,12 @@ class SteadySession(Session):
         """
         deadline = time.monotonic() + self._options.stream_timeout_s
         while time.monotonic() < deadline:
-            pids = await engine.pids(role)
-            for pid in pids[len(killed) % max(1, len(pids)) :][:1]:  # each rank in turn
-                moment = None if pid in killed else processes.kill(pid)
+            found = await engine.members(role)
+            for member in found[len(killed) % max(1, len(found)) :][:1]:  # each rank in turn
+                moment = None if member.pid in killed else processes.kill(member.pid)
                 if moment is not None:
-                    return Kill(moment, role, pid, "outside")
+                    where = member.rank, member.replica
+                    return Kill(moment, role, member.pid, "outside", *where)
             await asyncio.sleep(_POLL_S)
         raise EngineFailed(f"no {role} for {self._options.stream_timeout_s:g} s")
 

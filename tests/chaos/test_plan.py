@@ -6,6 +6,8 @@ import random
 import subprocess
 import sys
 from itertools import islice
+from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -13,10 +15,13 @@ from protocol.process import failpoints
 from scripts.testing import is_alive
 from tests.chaos import processes, report
 from tests.chaos.checker import Harm, Violation
+from tests.chaos.engine import Engine
 from tests.chaos.faults import Cell, Fault, Phase, cells, place, plan, sequel
-from tests.chaos.injection import Kill
+from tests.chaos.injection import Injection, Kill
+from tests.chaos.members import Member
 from tests.chaos.recording import End, Event, Recording
 from tests.chaos.rounds import RoundResult
+from tests.chaos.session import Session, SessionOptions
 from tests.chaos.stalls import detections_s, stall_s, wait_s
 from tests.chaos.timing import phase_problem
 from tests.chaos.workload import FOREIGN_KINDS, KINDS, make_requests
@@ -83,7 +88,7 @@ def test_every_cell_is_placed_at_failpoints_that_exist(fault: Fault, phase: Phas
             assert journaled.first == ("api",)
         if second is not None:
             assert set(second.first) <= {
-                *("worker", "core", "standby", "standby_core", "zygote", "api")
+                *("worker", "core", "standby", "standby_core", "zygote", "api", "replica")
             }
 
 
@@ -101,6 +106,63 @@ def test_the_matrix_has_every_process_in_every_phase() -> None:
     phases = ("idle", "queued", "first_chunk", "middle_chunk", "decode", "flush", "abort")
     phases = (*phases, "preemption", "load", "recovery", "thrice")
     assert {(v, p) for v in victims for p in phases} <= set(PAIRS)
+
+
+def test_a_replica_that_is_lost_for_good_has_no_successor_to_kill() -> None:
+    phases = {phase for fault, phase in PAIRS if fault is Fault.LOST}
+    assert phases == set(Phase) - {Phase.LOAD, Phase.RECOVERY, Phase.THRICE}
+
+
+def test_a_named_rank_never_leaves_it_to_chance_who_dies() -> None:
+    """The process that reaches the failpoint first may be of another rank."""
+    for seed in range(20):
+        for phase in Phase:
+            cell = Cell(1, Fault.WORKER, phase, seed, rank=1)
+            second = sequel(cell)
+            places = (place(cell, random.Random(seed)), *(() if second is None else second.places))
+            assert not any(each.by_itself for each in places if each is not None)
+
+
+def test_victims_are_of_one_replica_and_rank() -> None:
+    members = [
+        Member("worker", replica, rank, 10 * replica + rank)
+        for replica in range(2)
+        for rank in range(2)
+    ]
+
+    def victims(role: str, rank: int | None, seed: int, replica: int | None = 1) -> list[int]:
+        cell = Cell(1, Fault.WORKER, Phase.RANDOM, seed, rank)
+        injection = Injection(cast(Engine, None), cell, 1.0, 8)
+        injection._replica = replica
+        found = [each._replace(role=role) for each in members]
+        return [each.pid for each in injection._victims(role, found)]
+
+    assert [victims("worker", rank, 0) for rank in range(2)] == [[10], [11]]
+    assert [victims("worker", None, seed) for seed in range(2)] == [[10], [11]]
+    assert victims("standby", None, 0) == [10, 11]
+    assert victims("worker", 1, 0, replica=0) == [1]
+
+
+def test_each_rank_has_a_cell_of_the_matrix_and_is_missed() -> None:
+    options = SessionOptions(
+        model="null",
+        seed=0,
+        num_streams=8,
+        num_kills=None,
+        duration_s=None,
+        is_matrix=True,
+        only_round=None,
+        faults=(Fault.WORKER, Fault.CORE),
+        phases=(Phase.DECODE,),
+        stream_timeout_s=1.0,
+        engine_flags=(),
+    )
+    session = Session(options, Path(), print)
+    pairs = cells(options.faults, options.phases)
+    assert [session._ranks(fault, 2) for fault, _ in pairs] == [range(2), (None,)]
+    assert [session._ranks(fault, 1) for fault, _ in pairs] == [(None,), (None,)]
+    session.results = [RoundResult(1, Fault.WORKER, Phase.DECODE, 0, rank=0)]
+    assert session._unhit(pairs, 2) == ["worker decode of rank 1", "core decode"]
 
 
 def recording(*times: float) -> Recording:

@@ -85,6 +85,26 @@ def test_whole_matrix(model: str) -> None:
     assert main(["--matrix", "--model", model, "--kills", "100"]) == 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("num_replicas", "num_streams"), [(2, 32), (4, 64)])
+def test_matrix_of_replicas(num_replicas: int, num_streams: int) -> None:
+    """Processes of one replica die, also for good, or the API that all have in common."""
+    arguments = ("--replicas", str(num_replicas), "--streams", str(num_streams))
+    faults = "worker,core,both,api,replica,lost"
+    assert main(["--matrix", *arguments, "--faults", faults]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_matrix_of_ranks(dtype: str) -> None:
+    """Each rank of a model dies in each phase."""
+    flags = ("--tensor-parallel-size", "2", "--num-threads", "1", "--standby-workers", "1")
+    arguments = ("--matrix", "--model", "demo", "--faults", "worker")
+    assert main([*arguments, "--", *flags, "--dtype", dtype]) == 0
+
+
 def test_whole_engine_is_found_without_asking_it() -> None:
     """All processes are found, dead or alive, and none after the end: orphans cannot hide."""
     with tempfile.TemporaryDirectory(prefix="chaos-") as base:
