@@ -54,6 +54,8 @@ _SIZES: dict[str, Any] = SHAPE | {
     "laurel_rank": 8,
     "num_kv_shared_layers": 0,
     "vocab_size_per_layer_input": 512,
+    # Inkling
+    "unpadded_vocab_size": SHAPE["vocab_size"],
 }
 """Values of the keys that a configuration may have."""
 

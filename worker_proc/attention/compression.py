@@ -17,6 +17,7 @@ from torch import nn
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import CompressedSpec
+from worker_proc.recurrent.cache_argument import CACHE
 
 MAX_COMPRESSED_HEADS = 256  # limit in compressed_attention.h
 _PLAIN = (None, "eager", "sdpa")
@@ -136,7 +137,7 @@ class Compression:
         return self
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, *args: object
+        self, key: torch.Tensor, value: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return only the step's own rows; earlier rows are in the paged cache."""
         return key, value
@@ -222,7 +223,7 @@ def _give(
     compression: Compression = module.__dict__[_ATTRIBUTE]
     is_plain = cast(Any, module).config._attn_implementation in _PLAIN
     compression.begin(is_plain=is_plain)
-    return args, kwargs if is_plain else kwargs | {"past_key_values": compression}
+    return args, kwargs if is_plain else kwargs | {CACHE: compression}
 
 
 def _score(scorer: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

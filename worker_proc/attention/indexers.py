@@ -16,9 +16,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from worker_proc.recurrent.cache_argument import CACHE
+
 _PLAIN = (None, "eager", "sdpa")
 """The attention implementations for which an indexer's own forward is computed."""
-_ARGUMENTS = {"hidden_states", "attention_mask", "past_key_values"}
+_ARGUMENTS = {"hidden_states", "attention_mask", CACHE}
 _MASK_ARGUMENTS = {"topk_indices", "kv_length"}
 """Arguments of a method that builds a mask of the tokens chosen by an indexer."""
 

@@ -27,6 +27,7 @@ from worker_proc.attention.score_terms import (
 )
 from worker_proc.attention.stand_ins import OwnCache
 from worker_proc.errors import UnsupportedModel, describe
+from worker_proc.recurrent.cache_argument import CACHE
 from worker_proc.recurrent.recording import recorded_states
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
@@ -136,7 +137,7 @@ def _run_forward(model: PreTrainedModel, cache: OwnCache | None, *, has_output_l
     kept = tokens[0]  # all rows; given a number, some models skip rows in the last layers
     options: dict[str, Any] = {"logits_to_keep": kept} if has_output_layer else {}
     if cache is not None:
-        options["past_key_values"] = cache
+        options[CACHE] = cache
     failed = f"the model type {model.config.model_type} is not supported"
     try:
         return model(input_ids=tokens, position_ids=tokens, use_cache=False, **options)

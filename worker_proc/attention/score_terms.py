@@ -23,7 +23,10 @@ KEY_BIAS_DIMS = 2
 """Dimensions of a key that hold its bias: the queries' constant is the sum of two numbers."""
 _PLAIN = (None, "eager", "sdpa")
 """The attention implementations for which modules compute terms for all pairs themselves."""
-_DISTANCE_ARGUMENTS = ("query_positions", "key_positions")
+_STATES = ("query_positions", "key_positions")
+_ROWS = ("relative_distance", "position_ids")
+"""The arguments after the first one, which holds queries' states, or rows from which a child
+computes these states, too (Inkling-2 since transformers 5.24)."""
 _NUM_DISTANCES = "rel_extent"
 _KEY_BIAS_METHOD = "prepare_dynamic_mask"
 _KEY_BIASES = "key_biases"
@@ -44,9 +47,8 @@ class DistanceTerms:
 
     @property
     def profiles(self) -> nn.Parameter:
-        """The child's only parameter: `[size of states, num_distances]`."""
-        [parameter] = self.child.parameters()
-        return parameter
+        """The only parameter of the child itself: `[size of states, num_distances]`."""
+        return _profiles(self.child)
 
     def cut(self, num_distances: int) -> None:
         """Keep only the first `num_distances` distances."""
@@ -69,10 +71,20 @@ class KeyBiases:
 def distance_terms_of(attention: nn.Module) -> DistanceTerms | None:
     """Return the child of an attention module that computes biases by distance, or None."""
     for child in attention.children():
-        takes = tuple(inspect.signature(type(child).forward).parameters)[2:]
-        if takes == _DISTANCE_ARGUMENTS and isinstance(getattr(child, _NUM_DISTANCES, None), int):
+        is_counting = isinstance(getattr(child, _NUM_DISTANCES, None), int)
+        if is_counting and _arguments(child) in (_STATES, _ROWS):
             return DistanceTerms(attention, child)
     return None
+
+
+def _arguments(child: nn.Module) -> tuple[str, ...]:
+    return tuple(inspect.signature(type(child).forward).parameters)[2:]
+
+
+def _profiles(child: nn.Module) -> nn.Parameter:
+    [parameter] = child._parameters.values()
+    assert parameter is not None
+    return parameter
 
 
 def key_biases_of(attention: nn.Module) -> KeyBiases | None:
@@ -112,20 +124,22 @@ def _check_mixture(model: nn.Module) -> None:
             )
 
 
-def _by_distance(
-    child: Any, states: torch.Tensor, query_positions: Any, key_positions: Any
-) -> torch.Tensor:
+def _by_distance(child: Any, states: torch.Tensor, *places: Any) -> torch.Tensor:
     """Replace a forward that computes biases of pairs; works in copies of the module, too.
 
     Returns each query's biases by distance, `[1, num_heads, T, num_distances]`.
     """
     if child.config._attn_implementation in _PLAIN:
-        own: torch.Tensor = type(child).forward(child, states, query_positions, key_positions)
+        own: torch.Tensor = type(child).forward(child, states, *places)
         return own
+    if _arguments(child) == _ROWS:
+        _, positions = places
+        projected = child.linear(states)
+        projected = projected.view(*projected.shape[:-1], child.num_heads, -1)
+        states = child.norm(projected, positions)
     product: Callable[[torch.Tensor], torch.Tensor] | None = child.__dict__.get(PRODUCT)
     if product is None:
-        [profiles] = child.parameters()
-        product = partial(torch.matmul, other=profiles)
+        product = partial(torch.matmul, other=_profiles(child))
     return product(states).transpose(1, 2)
 
 

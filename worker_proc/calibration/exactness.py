@@ -17,6 +17,7 @@ from torch.func import functional_call
 
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.no_attention import NoAttention
+from worker_proc.attention.within_tokens import attends_in_tokens
 from worker_proc.calibration.self_check import (
     TEXT_LENGTHS,
     check_texts,
@@ -39,7 +40,9 @@ Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
 NUM_TRIAL_ROWS = 5
 MAX_FACTORS = 2**17  # for a norm of heads: 512 heads of 256 dimensions
-_ATTENTION = "scaled_dot_product_attention"
+_POSITIONS = "position_ids"
+_TRIAL_DISTANCE = 1000
+"""Between the positions of rows in a trial."""
 MAX_PRODUCTS = 2**28  # most multiplications in a trial of a module, which take some milliseconds
 
 
@@ -104,7 +107,8 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
     for name, module in model.named_modules():
         if isinstance(module, PackedLinear | nn.Embedding) or module in convolutions:
             continue
-        if is_rowwise(module) or _multiplies_by_elements(module) or _attends_in_tokens(module):
+        # Modules with attention within a token are tried with various numbers of rows.
+        if is_rowwise(module) or _multiplies_by_elements(module) or attends_in_tokens(module):
             continue
         layer: PackedLayer | None = module.__dict__.get("recurrent_layer")
         if any(
@@ -115,40 +119,36 @@ def _plain_products(model: nn.Module) -> Iterator[str]:
             yield f"{name} ({type(module).__name__})"
 
 
-def _attends_in_tokens(module: nn.Module) -> bool:
-    """Return whether a module's own code attends within a token, for example between streams.
-
-    Its queries are then a matrix of the module, the same for all tokens (Inkling-2). The module is
-    tried with various numbers of rows.
-    """
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and _ATTENTION in code.co_names
-
-
 @torch.inference_mode()
 def _multiplies_by_elements(module: nn.Module) -> bool:
-    """Return whether a module without children multiplies its rows elementwise by its weights.
+    """Return whether a module multiplies its rows elementwise by its own weights.
 
-    A norm of heads with separate factors for each head is an example. The module's rows must also
-    have the same bits in every number of rows.
+    A norm of heads with separate factors for each head is an example; it may take positions, too.
+    The module's children have no weights. The module's rows must also have the same bits in every
+    number of rows.
     """
     weights = [weight for weight in module.parameters() if not weight.is_meta]
-    if len({weight.shape for weight in weights}) != 1 or next(module.children(), None) is not None:
+    if len({weight.shape for weight in weights}) != 1:
+        return False
+    if any(next(child.parameters(), None) is not None for child in module.children()):
         return False
     if weights[0].numel() > MAX_FACTORS:
         return False
     rows = torch.randn(1, NUM_TRIAL_ROWS, *weights[0].shape, generator=make_generator(1))
     rows = rows.to(weights[0].dtype)
+    args: tuple[torch.Tensor, ...] = (rows,)
+    if _POSITIONS in inspect.signature(type(module).forward).parameters:
+        args = (rows, torch.arange(NUM_TRIAL_ROWS).unsqueeze(0) * _TRIAL_DISTANCE)
     try:
         with ObservedProducts(module) as products:
-            out = module(rows)
+            out = module(*args)
         used = products.left | products.right | products.added | products.others
         if used or not isinstance(out, torch.Tensor) or out.shape != rows.shape:
             return False
         more = {name: weight + 1 for name, weight in module.named_parameters()}
-        if torch.equal(functional_call(module, more, (rows,)), out):
+        if torch.equal(functional_call(module, more, args), out):
             return False  # it multiplies other rows by them
-        return all(_is_rowwise(module, (rows,), count) for count in ROW_COUNTS)
+        return all(_is_rowwise(module, args, count) for count in ROW_COUNTS)
     except TRIAL_FAILURES:
         return False  # it takes other arguments
 
@@ -196,7 +196,7 @@ def _recorded_calls(model: nn.Module) -> Iterator[Calls]:
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         # A part with other arguments is tried only as a part of the whole forward.
-        has_streams = _has_packed_matrices(module) or _attends_in_tokens(module)
+        has_streams = _has_packed_matrices(module) or attends_in_tokens(module)
         dims = (3, 4) if has_streams else (3,)
         if kwargs or not all(isinstance(v, torch.Tensor) and v.dim() in dims for v in args):
             return

@@ -18,6 +18,7 @@ from transformers.initialization import no_init_weights
 
 from protocol.config.sentence_modules import SentenceModules
 from worker_proc.attention.probe import ProbedModel, probe_model
+from worker_proc.attention.within_tokens import attend_in_tokens
 from worker_proc.errors import (
     CheckpointError,
     InsufficientMemory,
@@ -203,6 +204,7 @@ def build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:
     ignore_padding(model)
     keep_rows(model)
     route_uncached(model)
+    attend_in_tokens(model)
     return cast(PreTrainedModel, model.eval())
 
 

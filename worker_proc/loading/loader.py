@@ -32,6 +32,7 @@ from worker_proc.attention.interface import IMPLEMENTATION, paged_attention, set
 from worker_proc.attention.probe import is_within
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.attention.score_terms import take_score_terms
+from worker_proc.attention.within_tokens import attend_in_tokens
 from worker_proc.errors import (
     CheckpointError,
     unsupported_failures,
@@ -241,6 +242,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     ignore_padding(model)
     keep_rows(model)
     route_uncached(model)
+    attend_in_tokens(model)
     choose_all(model)
     take_compressors(model)
     take_score_terms(model)

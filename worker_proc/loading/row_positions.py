@@ -20,6 +20,7 @@ from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.deferred_module import make_generator
+from worker_proc.recurrent.cache_argument import CACHE
 
 _CAPTURE = "troika_capture"
 _NUM_ROWS = 5
@@ -95,9 +96,9 @@ def give_positions_of_rows(model: nn.Module, layers: Sequence[ProbedLayer]) -> N
         module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         is_served = module.config._attn_implementation == IMPLEMENTATION
-        if not is_served or given[0] is None or kwargs.get("past_key_values") is not None:
+        if not is_served or given[0] is None or kwargs.get(CACHE) is not None:
             return None
-        return args, kwargs | {"past_key_values": PackedPositions(given[0])}
+        return args, kwargs | {CACHE: PackedPositions(given[0])}
 
     model.register_forward_pre_hook(note, with_kwargs=True)
     for module in modules:
@@ -131,8 +132,8 @@ def give_positions(model: nn.Module, layers: Sequence[ProbedLayer], model_len: i
 def _replace_cache(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if kwargs.get("past_key_values") is None:
-        kwargs = kwargs | {"past_key_values": PackedPositions(kwargs["position_ids"])}
+    if kwargs.get(CACHE) is None:
+        kwargs = kwargs | {CACHE: PackedPositions(kwargs["position_ids"])}
     return args, kwargs
 
 
@@ -170,7 +171,7 @@ def _takes_positions(module: Any, queries: list[torch.Tensor], model_len: int) -
             hidden_states=hidden,
             position_embeddings=None,
             attention_mask=None,
-            past_key_values=cache,
+            **{CACHE: cache},
         )
         return queries.pop()
 

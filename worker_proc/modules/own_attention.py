@@ -38,6 +38,7 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.trial_calls import in_float32
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
+from worker_proc.recurrent.cache_argument import CACHE
 
 NUM_TOKENS = 7
 MAX_PROOF_LEN = 2048
@@ -175,7 +176,7 @@ def _give_cache(loaded: LoadedModel, modules: list[nn.Module]) -> None:
         module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if module.config._attn_implementation == OWN_ATTENTION:
-            kwargs = kwargs | {"past_key_values": OwnCache(attend)}
+            kwargs = kwargs | {CACHE: OwnCache(attend)}
         return args, kwargs
 
     decoder: nn.Module = loaded.model.get_decoder()
@@ -438,7 +439,7 @@ def _record(
                 position_ids=torch.arange(
                     num_past, num_past + num_rows, device=loaded.device
                 ).unsqueeze(0),
-                past_key_values=cache,
+                **{CACHE: cache},
             )
     except _Recorded:
         return recorded[0]

@@ -39,6 +39,7 @@ from worker_proc.modules.trial_calls import Call, at_positions, in_float32, reco
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 from worker_proc.modules.trial_texts import STEPS, compute_in_steps, descending_tables, steps_of
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.cache_argument import CACHE
 
 MAX_ERROR = 1e-4
 """The greatest error of a row, relative to its norm: sums have another order."""
@@ -204,6 +205,6 @@ class _Trial(NamedTuple):
         # Arguments with rows of several kinds receive different rows.
         given |= {name: rows.roll(place, -1) for place, name in enumerate(self.names)}
         given |= {"attention_mask": mask, "position_ids": (positions + shift).unsqueeze(0)}
-        given["past_key_values"] = cache if counts_from_cache(self.module) else None
+        given[CACHE] = cache if counts_from_cache(self.module) else None
         out: torch.Tensor = self.module(**given)[0]
         return out

@@ -18,13 +18,12 @@ from torch.nn import functional
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.recurrent.cache_argument import CACHE
 from worker_proc.recurrent.row_convolution import Convolutions, RowConvolutions
 from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 from worker_proc.recurrent.step_texts import NO_STATE
 
-CACHE = "past_key_values"
-"""The argument through which a module receives the cache."""
 _METHODS = {
     "conv_state": ("get_conv_state", "update_conv_state"),
     "recurrent_state": ("get_recurrent_state", "update_recurrent_state"),

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from worker_proc.errors import UnsupportedModel
+from worker_proc.recurrent.cache_argument import CACHE
 from worker_proc.recurrent.cached_states import (
-    CACHE,
     StandInCache,
     describe_states,
     keeps_states,

@@ -128,7 +128,7 @@ def test_biases_are_as_precise_in_a_model_of_long_contexts(
 
 
 def test_heads_of_equal_weights_are_not_taken_for_copies(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path, MODELS["gptj"].config())
+    build_checkpoint(tmp_path, MODELS["gpt_neo"].config())
     loaded = load(tmp_path)
     for layer in loaded.layers:
         module = loaded.model.get_submodule(layer.module_name)
@@ -140,10 +140,11 @@ def test_heads_of_equal_weights_are_not_taken_for_copies(tmp_path: Path) -> None
 
 
 def test_a_module_that_gives_zeros_is_proven(tmp_path: Path) -> None:
-    build_checkpoint(tmp_path, MODELS["gptj"].config())
+    build_checkpoint(tmp_path, MODELS["gpt_neo"].config())
     loaded = load(tmp_path)
     module = loaded.model.get_submodule(loaded.layers[0].module_name)
     torch.nn.init.zeros_(module.out_proj.weight)
+    torch.nn.init.zeros_(module.out_proj.bias)
     install_own_attention(loaded)
 
 

@@ -5,13 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import Gemma3TextConfig
+from transformers import Gemma3TextConfig, PretrainedConfig
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
 from tests.worker.bitwise import CONFIGS, load
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
+from worker_proc.attention.within_tokens import attend_in_tokens
 from worker_proc.calibration import exactness
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fused
@@ -127,6 +130,57 @@ def test_factors_of_each_head_count_as_no_matrix() -> None:
     for other in (Product((4, 16)), FirstRowRules((4, 16)), nn.Linear(16, 16, bias=False)):
         assert not exactness._multiplies_by_elements(other)
         assert list(exactness._plain_products(nn.ModuleList([other])))
+
+
+def test_factors_of_each_head_may_depend_on_positions() -> None:
+    """Beside a part without weights, as in Inkling-2."""
+
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.rand(4, 16))
+            self.part = nn.Identity()
+
+        def forward(self, rows: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            return self.part(rows * self.scale) * (1 + position_ids)[..., None, None]  # type: ignore[no-any-return]
+
+    class Projected(Scaled):
+        def __init__(self) -> None:
+            super().__init__()
+            self.part = nn.Linear(16, 16)
+
+    class FirstRowRules(Scaled):
+        def forward(self, rows: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+            return super().forward(rows, position_ids) + rows.shape[1] // 17
+
+    assert exactness._multiplies_by_elements(Scaled())
+    for other in (Projected(), FirstRowRules()):
+        assert not exactness._multiplies_by_elements(other)
+
+
+def test_attention_within_a_token_is_torchs() -> None:
+    """Of modules that neither take a mask nor project rows; such matrices count as no product."""
+
+    class Within(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.query = nn.Parameter(torch.rand(2, 16))
+            self.config = PretrainedConfig()
+
+        def forward(self, states: torch.Tensor) -> object:
+            return ALL_ATTENTION_FUNCTIONS.get_interface("eager", print), states
+
+    class Masked(Within):
+        def forward(self, states: torch.Tensor, attention_mask: object = None) -> object:
+            return ALL_ATTENTION_FUNCTIONS.get_interface("eager", print), states
+
+    within, masked = Within(), Masked()
+    model = nn.ModuleList([within, masked])
+    attend_in_tokens(model)
+    set_implementation(model, IMPLEMENTATION)
+    assert within.config._attn_implementation == "sdpa"
+    assert masked.config._attn_implementation == IMPLEMENTATION
+    assert list(exactness._plain_products(model)) == ["1 (Masked)"]
 
 
 def test_norms_whose_first_dimension_is_the_tokens_are_not_tried_with_other_heads() -> None:
