@@ -1,6 +1,6 @@
 """POST /v1/completions: accepts prompts as text or token ids, and returns text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, NamedTuple
 
 import msgspec
@@ -83,6 +83,8 @@ class CompletionFormat:
     body: CompletionBody
     prompts: list[Prompt]
     head: Completion
+    echoed: dict[int, str] = field(default_factory=dict)
+    """Texts of prompts that were decoded, by the place of the prompt."""
 
     @property
     def echoes_prompt(self) -> bool:
@@ -99,8 +101,9 @@ class CompletionFormat:
         body = self.body
         if body.is_echo_alone:
             delta = Delta("", [], finish_reason=delta.finish_reason and "length")
-        prompt = self.prompts[sequence.index // (body.n or 1)]
-        echoed = self._echoed(prompt) if is_first and body.echo else ""
+        place = sequence.index // (body.n or 1)
+        prompt = self.prompts[place]
+        echoed = self._echoed(place) if is_first and body.echo else ""
         choice = CompletionChoice(
             index=sequence.index,
             text=echoed + delta.text,
@@ -110,7 +113,7 @@ class CompletionFormat:
         if delta.finish_reason is not None and sequence.stream.resumed_inexactly:
             choice.resumed_inexactly = True
         if body.logprobs is not None:
-            choice.logprobs = self._logprobs(sequence, delta, prompt, is_first=is_first)
+            choice.logprobs = self._logprobs(sequence, delta, place, is_first=is_first)
         if body.return_token_ids:
             choice.token_ids = delta.token_ids
             if is_first:
@@ -122,29 +125,45 @@ class CompletionFormat:
         return choice
 
     def _logprobs(
-        self, sequence: OutputSequence, delta: Delta, prompt: Prompt, *, is_first: bool
+        self, sequence: OutputSequence, delta: Delta, place: int, *, is_first: bool
     ) -> CompletionLogprobs:
-        token_ids = delta.token_ids
+        prompt, token_ids = self.prompts[place], delta.token_ids
         entries: list[TokenLogprobs | None] = list(delta.logprobs or [])
         offsets = list(delta.text_offsets)
         if self.body.echo:
-            num_echoed = len(self._echoed(prompt))
+            num_echoed = len(self._echoed(place))
             offsets = [num_echoed + offset for offset in offsets]
         if self.body.echo and is_first:
             token_ids = prompt.token_ids + token_ids
             known = sequence.prompt_logprobs
             assert len(known) == len(prompt.token_ids), "prompt logprobs are incomplete"
             entries = known + entries
-            offsets = prompt_offsets(self.tokenizer, prompt.token_ids) + offsets
+            shown = self._echoed(place) if self._echoes_special(prompt) else ""
+            offsets = prompt_offsets(self.tokenizer, prompt.token_ids, shown) + offsets
         num_top = self.body.num_logprobs or 0
         text_of = token_text_of(self.tokenizer, as_ids=self.body.return_tokens_as_token_ids)
         return completion_logprobs(text_of, token_ids, entries, offsets, num_top)
 
-    def _echoed(self, prompt: Prompt) -> str:
-        if prompt.text is not None and self.body.truncate_prompt_tokens is None:
+    def _is_sent(self, prompt: Prompt) -> bool:
+        """Return whether a prompt is echoed as it was sent, not decoded."""
+        return prompt.text is not None and self.body.truncate_prompt_tokens is None
+
+    def _echoes_special(self, prompt: Prompt) -> bool:
+        """Return whether the text of a prompt may have special tokens."""
+        if self._is_sent(prompt):
+            return self.body.parse_special is not False
+        return self.body.skip_special_tokens is False
+
+    def _echoed(self, place: int) -> str:
+        """Return the text of a prompt as the answer has it; it is decoded once."""
+        prompt = self.prompts[place]
+        if self._is_sent(prompt) and prompt.text is not None:
             return prompt.text
-        skip = self.body.skip_special_tokens is not False
-        return self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
+        if place not in self.echoed:
+            skip = self.body.skip_special_tokens is not False
+            text = self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
+            self.echoed[place] = text
+        return self.echoed[place]
 
 
 COMPLETIONS = GenerationApi(

@@ -104,11 +104,18 @@ def prompt_logprobs(
     return result
 
 
-def prompt_offsets(tokenizer: TextTokenizer, token_ids: list[int]) -> list[int]:
-    """Return the number of characters before each token in the prompt's text."""
-    detokenizer = tokenizer.detokenizer([], skip_special_tokens=True)
+def prompt_offsets(tokenizer: TextTokenizer, token_ids: list[int], shown: str) -> list[int]:
+    """Return the number of characters of a prompt's text before each of its tokens.
+
+    `shown` is the text if it may have special tokens, else empty. It lacks those that the
+    tokenizer has added.
+    """
+    plain = tokenizer.detokenizer([], skip_special_tokens=True)
+    special = tokenizer.detokenizer([], skip_special_tokens=False)
     offsets, num_chars = [], 0
     for token_id in token_ids:
         offsets.append(num_chars)
-        num_chars += len(detokenizer.push([token_id]))
+        piece, whole = plain.push([token_id]), special.push([token_id])
+        is_shown = piece != whole and shown.startswith(whole, num_chars)
+        num_chars += len(whole if is_shown else piece)
     return offsets

@@ -37,7 +37,10 @@ class Answer(Protocol):
         """Return the complete body; may be called in a thread."""
 
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
-        """Return the events for a delta; only the last one contains its tokens."""
+        """Return the events for a delta; only the last one contains its tokens.
+
+        May be called in a thread.
+        """
 
     def skip(self, sequence: OutputSequence, delta: Delta) -> None:
         """Skip a delta whose events the client has already received."""

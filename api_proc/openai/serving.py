@@ -25,7 +25,7 @@ from api_proc.peers.forwarding import forward_session
 from api_proc.resumption.event_ids import ParsePosition, StreamPosition, parse_event_id
 from api_proc.resumption.sessions import DecodedRequest, Session, request_not_found
 from api_proc.state import ApiState
-from api_proc.text.output_sequence import Prompt
+from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.thinking import thinking_budget
 from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
@@ -187,7 +187,7 @@ class GenerationApi(Generic[Body]):
         failpoint("api.after_accept")
         try:
             if body.stream:
-                await _send_stream(connection, generation, answer)
+                await _send_stream(state, body, connection, generation, answer)
             else:
                 async for step in generation.steps():
                     for sequence, delta in step:
@@ -220,37 +220,71 @@ async def _whole(
     state: ApiState, body: SamplingBody, generation: Generation, answer: Answer
 ) -> bytes:
     """Render a response; one with very many parts is rendered in a thread, one at a time."""
-    num_candidates = 1 + max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
     num_tokens = sum(
         sequence.num_output_tokens + len(sequence.prompt_logprobs)
         for sequence in generation.sequences
     )
-    if len(generation.sequences) * _PARTS_PER_SEQUENCE + num_tokens * num_candidates < _MANY_PARTS:
+    num_parts = len(generation.sequences) * _PARTS_PER_SEQUENCE
+    if num_parts + num_tokens * _num_candidates(body) < _MANY_PARTS:
         return answer.body()
     async with state.large_answers:
         return await asyncio.to_thread(answer.body)
 
 
-async def _send_stream(connection: Connection, generation: Generation, answer: Answer) -> None:
+def _num_candidates(body: SamplingBody) -> int:
+    """Return the parts of an answer for each token."""
+    return 1 + max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
+
+
+async def _send_stream(
+    state: ApiState,
+    body: SamplingBody,
+    connection: Connection,
+    generation: Generation,
+    answer: Answer,
+) -> None:
     """Send deltas as server-sent events; the events of one step are sent together."""
     connection.keep_alive()
     steps = generation.steps(answer.skip)
     if generation.stream_interval > 1:
         steps = in_intervals(steps, generation.stream_interval)
+    renderer = _Renderer(answer, state.large_answers, _num_candidates(body))
     async for step in steps:
-        await _send_step(connection, answer, step)
+        await _send_step(connection, renderer, step)
     if not generation.cancelled:
         frames = answer.last_frames()
         await answer.keep()
         await connection.send_frames(frames, more=False)
 
 
-async def _send_step(connection: Connection, answer: Answer, step: Step) -> None:
+class _Renderer:
+    """Renders the events of a stream; those with very many parts in a thread, one at a time."""
+
+    def __init__(self, answer: Answer, turn: asyncio.Lock, num_candidates: int) -> None:
+        self._answer = answer
+        self._turn = turn
+        self._num_candidates = num_candidates
+        self._begun: set[int] = set()
+        """Sequences whose first tokens, and with them the prompt, were rendered."""
+
+    async def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
+        """Return the events for a delta."""
+        num_tokens = len(delta.token_ids)
+        if sequence.index not in self._begun and delta.num_computed_tokens is None:
+            self._begun.add(sequence.index)
+            num_tokens += len(sequence.prompt_logprobs)
+        if num_tokens * self._num_candidates < _MANY_PARTS:
+            return self._answer.frames(sequence, delta)
+        async with self._turn:
+            return await asyncio.to_thread(self._answer.frames, sequence, delta)
+
+
+async def _send_step(connection: Connection, renderer: _Renderer, step: Step) -> None:
     """Render and send the events of one step, in pieces of about `_SEND_BYTES` at most."""
     pieces: list[bytes] = []
     num_bytes = 0
     for i, (sequence, delta) in enumerate(step, start=1):
-        events = answer.frames(sequence, delta)
+        events = await renderer.frames(sequence, delta)
         pieces += events
         num_bytes += sum(map(len, events))
         if pieces and (num_bytes >= _SEND_BYTES or i == len(step)):

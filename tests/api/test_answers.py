@@ -1,6 +1,7 @@
 """Whole answers: text, usage, logprobs, prompts in all forms, sampling parameters resolved."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -212,6 +213,33 @@ def test_echo_with_logprobs_covers_prompt_and_output(http: httpx.Client) -> None
     assert logprobs["text_offset"] == [0, 1, 1, 2, 3]
     assert logprobs["top_logprobs"][0] is None
     assert logprobs["top_logprobs"][3] == {"T": -0.5}
+
+
+@pytest.mark.parametrize("fields", [{}, {"skip_special_tokens": False}, {"parse_special": False}])
+@pytest.mark.parametrize("added", [True, False])
+def test_offsets_are_those_of_an_echoed_text_with_special_tokens(
+    make_server: MakeServer, checkpoint: Path, fields: dict[str, Any], *, added: bool
+) -> None:
+    """The token that the tokenizer adds is not in the text; those that the client wrote are."""
+    prompt = "<s>The fox<|im_end|>jumps"
+    live = make_server(model=str(checkpoint))
+    with httpx.Client(base_url=live.url) as http:
+        fields = fields | {"prompt": prompt, "add_special_tokens": added}
+        [choice] = post(http, **fields, max_tokens=2, echo=True, logprobs=0)["choices"]
+        ids = http.post("/tokenize", json=fields).json()["tokens"]
+        hidden = post(http, prompt=ids, max_tokens=2, echo=True, logprobs=0)["choices"][0]
+    num_parsed = 0 if "parse_special" in fields else 2
+    for found, num_hidden in ((choice, added), (hidden, added + num_parsed)):
+        tokens, offsets = (found["logprobs"][name] for name in ("tokens", "text_offset"))
+        spans = zip(offsets, [*offsets[1:], len(found["text"])], strict=True)
+        texts = [found["text"][first:last] for first, last in spans]
+        different = [
+            (token, text)
+            for token, text in zip(tokens[: len(ids)], texts, strict=False)
+            if token != text
+        ]
+        assert len(different) == num_hidden
+        assert all(not text for _, text in different)
 
 
 def test_impossible_candidates_are_clamped(http: httpx.Client) -> None:

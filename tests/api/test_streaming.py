@@ -3,6 +3,7 @@
 import json
 import re
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import msgspec
 import pytest
 
 from api_proc.http.protocol import MAX_UNREAD_TOKENS
+from api_proc.openai import completions
+from api_proc.openai.logprobs import completion_logprobs
+from api_proc.openai.objects import CompletionLogprobs
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of, refusal_of
 from protocol.sampling import FinishReason
@@ -370,3 +374,40 @@ def test_session_of_a_request_is_named_as_configured(
     live = make_server(session_key=key)
     httpx.post(live.url + COMPLETIONS, json={"prompt": "hi"} | fields, headers=headers)
     assert live.client.affinities == [expected]
+
+
+@pytest.mark.parametrize(
+    ("fields", "in_threads"),
+    [
+        ({"prompt": [5, 6], "max_tokens": 9}, 0),
+        ({"prompt": [5] * 450, "max_tokens": 9}, 2),
+        ({"prompt": [5, 6], "max_tokens": 480, "stream_interval": 1000}, 2),
+    ],
+)
+def test_long_prompts_and_events_are_rendered_by_a_thread(
+    server: LiveServer,
+    http: httpx.Client,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    in_threads: int,
+) -> None:
+    """Their log-probabilities would occupy the event loop, and with it every other stream."""
+    loop_thread = server.call(threading.get_ident)
+    sizes: list[tuple[bool, int]] = []
+
+    def observed(*args: Any) -> CompletionLogprobs:
+        sizes.append((threading.get_ident() == loop_thread, len(args[1])))
+        return completion_logprobs(*args)
+
+    monkeypatch.setattr(completions, "completion_logprobs", observed)
+    fields = fields | {"echo": True, "n": 2, "logprobs": 20}
+    chunks = completion(http, **fields)
+    assert sum(not in_loop for in_loop, _ in sizes) == in_threads
+    assert all(in_loop == (size < 400) for in_loop, size in sizes)
+    whole = http.post(COMPLETIONS, json={**fields, "stream_interval": None}).json()
+    for choice in whole["choices"]:
+        index = choice["index"]
+        parts = [part for chunk in chunks for part in chunk["choices"] if part["index"] == index]
+        assert "".join(part["text"] for part in parts) == choice["text"]
+        for name, column in choice["logprobs"].items():
+            assert [value for part in parts for value in part["logprobs"][name]] == column
