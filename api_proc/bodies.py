@@ -12,9 +12,9 @@ from msgspec import UNSET, Meta, Raw, UnsetType
 
 from api_proc.chat.tools import ToolChoice, Tools, ToolUse, check_tools, resolve_tools
 from api_proc.errors import invalid, unsupported
+from api_proc.generation import structured
+from api_proc.generation.beam_search import LengthPenalty, check_beam_search
 from api_proc.http.json_scan import MAX_VALUES, most_values
-from api_proc.openai import structured
-from api_proc.openai.beam_search import LengthPenalty, check_beam_search
 from protocol import sampling
 from protocol.client.ledger import RoutedOptions
 from protocol.message import Tenant, TokenId

@@ -29,8 +29,8 @@ PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
     "protocol": ["config", "stores", "transport", "process", "client"],
     "api_proc": [
-        *("chat", "text", "resumption", "http", "peers", "adapters", "openai"),
-        *("responses", "anthropic", "page", "llm"),
+        *("chat", "text", "resumption", "http", "peers", "adapters", "generation"),
+        *("openai", "responses", "anthropic", "page", "llm"),
     ],
     "core_proc": ["kv", "scheduling", "recovery", "outputs", "preparation", "links"],
     "worker_proc": [

@@ -17,8 +17,8 @@ from api_proc.bodies import ChatBody, ChatMessage, reject_unsupported
 from api_proc.chat.tools import ChosenFunction, FunctionTool, Tool, ToolChoiceObject
 from api_proc.chat.tools import ToolChoice as ChatToolChoice
 from api_proc.errors import invalid, unsupported
+from api_proc.generation.structured import JsonSchema, ResponseFormat
 from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai.structured import JsonSchema, ResponseFormat
 from api_proc.unknown_fields import FOREIGN, refuse_foreign
 
 _MAX_TENANT_CHARS = 256

@@ -39,8 +39,8 @@ from api_proc.chat.events import (
     merged,
 )
 from api_proc.errors import ApiError
+from api_proc.generation.generation import Generation
 from api_proc.http.connection import Connection
-from api_proc.openai.generation import Generation
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, join
 from protocol.sampling import FinishReason

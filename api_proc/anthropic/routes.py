@@ -10,10 +10,10 @@ from api_proc.anthropic.objects import TokenCount, encode
 from api_proc.anthropic.positions import stream_position
 from api_proc.anthropic.reply import MessageReply
 from api_proc.errors import ApiError
+from api_proc.generation.serving import GenerationApi
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.chat import CHAT
-from api_proc.openai.serving import GenerationApi
 from api_proc.openai.token_routes import MAX_TOKENS
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Prompt

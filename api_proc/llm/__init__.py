@@ -8,6 +8,7 @@ with LLM("demo") as llm:
 """
 
 from api_proc.bodies import RepetitionDetection as RepetitionDetectionParams
+from api_proc.generation.structured import StructuredOutputs as StructuredOutputsParams
 from api_proc.llm.async_llm import AsyncLLM
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
 from api_proc.llm.llm import LLM, PromptsFailed
@@ -26,7 +27,6 @@ from api_proc.llm.outputs import (
     ScoringRequestOutput,
 )
 from api_proc.llm.sampling import RequestOutputKind, SamplingParams
-from api_proc.openai.structured import StructuredOutputs as StructuredOutputsParams
 from protocol.sampling import Pooling, PoolingType
 
 __all__ = [

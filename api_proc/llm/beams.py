@@ -7,10 +7,10 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from api_proc.generation.beam_search import LengthPenalty, too_many_beams
 from api_proc.llm.outputs import Logprob, candidates
 from api_proc.llm.prompts import invalid
 from api_proc.llm.sampling import convert_fields
-from api_proc.openai.beam_search import LengthPenalty, too_many_beams
 from api_proc.params import room_for_output
 from api_proc.text.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchOptions
 from api_proc.text.output_sequence import Prompt

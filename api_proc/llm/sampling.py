@@ -9,7 +9,7 @@ import msgspec
 
 from api_proc.bodies import RepetitionDetection, ThinkingTokenBudget
 from api_proc.errors import ApiError
-from api_proc.openai.structured import ResponseFormat, Schema, StructuredOutputs, grammar_of
+from api_proc.generation.structured import ResponseFormat, Schema, StructuredOutputs, grammar_of
 from api_proc.params import as_bad_words, bad_word_ids, nth_seed, room_for_output
 from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import TextTokenizer

@@ -11,12 +11,12 @@ from api_proc.chat.lark import GrammarTooLarge
 from api_proc.chat.parser import OutputParser
 from api_proc.chat.tools import no_tool_format
 from api_proc.errors import invalid
+from api_proc.generation.serving import GenerationApi
 from api_proc.http.json_body import BodyDecoder
 from api_proc.openai import objects
 from api_proc.openai.chat_message import assistant_message, call_ids, chat_delta
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs, token_text_of
 from api_proc.openai.reply import chunk_answers
-from api_proc.openai.serving import GenerationApi
 from api_proc.params import truncated_length
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt

@@ -23,14 +23,14 @@ from api_proc.bodies import (
     reject_unsupported,
 )
 from api_proc.errors import ApiError
+from api_proc.generation import structured
+from api_proc.generation.serving import GenerationApi
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai import structured
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs, token_text_of
 from api_proc.openai.objects import ChatLogprobs, PromptLogprobList, Usage
 from api_proc.openai.reply import chunk_answers
-from api_proc.openai.serving import GenerationApi
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.tokenizer import TextTokenizer

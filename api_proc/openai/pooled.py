@@ -10,11 +10,11 @@ import msgspec
 
 from api_proc.bodies import TruncateTokens, check_truncation
 from api_proc.errors import ApiError, counted_as, from_request_error
+from api_proc.generation.packing import packed_in_slices
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.http.open_requests import Slot
-from api_proc.openai.packing import packed_in_slices
 from api_proc.state import ApiState
 from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, RequestError, RequestOutput

@@ -10,10 +10,11 @@ from msgspec import UNSET, UnsetType
 
 from api_proc.bodies import SamplingBody
 from api_proc.errors import ApiError
+from api_proc.generation.answer import MakeAnswer
+from api_proc.generation.generation import Generation
 from api_proc.http.connection import Connection
 from api_proc.openai import objects
 from api_proc.openai.chat_message import plain_delta
-from api_proc.openai.generation import Generation
 from api_proc.openai.objects import (
     DONE_FRAME,
     CompletionTokensDetails,
@@ -25,38 +26,6 @@ from api_proc.resumption.event_ids import EventIds, StreamPosition
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, join
 from api_proc.text.tokenizer import TextTokenizer
-
-
-class Answer(Protocol):
-    """Renders the response of one route, either with `collect` and `body` or as a stream."""
-
-    def collect(self, sequence: OutputSequence, delta: Delta) -> None:
-        """Add a delta to a response that is not streamed."""
-
-    def body(self) -> bytes:
-        """Return the complete body; may be called in a thread."""
-
-    def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
-        """Return the events for a delta; only the last one contains its tokens.
-
-        May be called in a thread.
-        """
-
-    def skip(self, sequence: OutputSequence, delta: Delta) -> None:
-        """Skip a delta whose events the client has already received."""
-
-    def last_frames(self) -> bytes:
-        """Return the events after all deltas."""
-
-    def failure(self, error: ApiError) -> bytes:
-        """Return the events that end a stream with an error."""
-
-    async def keep(self) -> None:
-        """Store the response for later requests; called before its last bytes are sent."""
-
-
-MakeAnswer = Callable[[ApiState, Connection, Any, Generation], Answer]
-"""Returns the renderer of a request's response, given its body."""
 
 EndedSequence = tuple[OutputSequence, Delta]
 """A sequence and all of its deltas, joined."""

@@ -30,8 +30,8 @@ from api_proc.chat.tools import (
     ToolName,
 )
 from api_proc.errors import ApiError, invalid, unsupported
+from api_proc.generation.structured import JsonSchema, ResponseFormat
 from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai.structured import JsonSchema, ResponseFormat
 from api_proc.responses.items import InputItems, check_items, normalized
 from protocol import sampling
 

@@ -4,11 +4,11 @@ import msgspec
 
 from api_proc.bodies import MAX_MESSAGES, ChatMessage, check_arguments
 from api_proc.errors import ApiError, invalid
+from api_proc.generation.serving import GenerationApi
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import Turn
 from api_proc.openai.chat import CHAT, tokenize_chat
 from api_proc.openai.objects import encode
-from api_proc.openai.serving import GenerationApi
 from api_proc.openai.token_routes import MAX_TOKENS
 from api_proc.responses.body import ResponseDecoder, ResponsesChat, renamed
 from api_proc.responses.history import earlier_turns, items_of

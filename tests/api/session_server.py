@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, ParamSpec
 
 from api_proc.bodies import CompletionBody
+from api_proc.generation.generation import Generation
 from api_proc.http.connection import HAS_CLIENT_ID_KEY, Connection
-from api_proc.openai.generation import Generation
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.session_log import Replay, ReplayedRequest
 from api_proc.resumption.sessions import DecodedRequest, Session, Sessions

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from api_proc.errors import ApiError
-from api_proc.openai.pieces import pieces
+from api_proc.generation.pieces import pieces
 from api_proc.resumption.event_ids import EventIds, parse_event_id
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.session_log import (

@@ -11,8 +11,8 @@ import msgspec
 import pytest
 
 from api_proc.bodies import CompletionBody
+from api_proc.generation.generation import Generation
 from api_proc.http.connection import Connection
-from api_proc.openai.generation import Generation
 from api_proc.responses.body import ResponsesChat
 from protocol.config.settings import configure
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until

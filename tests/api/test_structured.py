@@ -9,8 +9,8 @@ import pytest
 
 from api_proc.bodies import CompletionBody
 from api_proc.errors import ApiError
+from api_proc.generation.structured import MAX_CHOICES, grammar_of, name_field
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.structured import MAX_CHOICES, grammar_of, name_field
 from protocol.api_core import ErrorCode, RequestError
 from protocol.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 

@@ -16,8 +16,8 @@ from api_proc.bodies import ChatBody, CompletionBody, SamplingBody
 from api_proc.chat.grammar import output_grammar
 from api_proc.chat.lark import GrammarTooLarge
 from api_proc.errors import ApiError
+from api_proc.generation.structured import grammar_of
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.structured import grammar_of
 from api_proc.openapi import OPERATIONS, Operation, document
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
 from api_proc.text.chat_template import ChatTemplateError

@@ -7,7 +7,7 @@ import msgspec
 import pytest
 
 from api_proc.bodies import CompletionBody
-from api_proc.openai.structured import grammar_of
+from api_proc.generation.structured import grammar_of
 from protocol.sampling import Grammar, GrammarKind
 from worker_proc.grammar.compiler import FIRST_BYTE_ID, GrammarCompiler, GrammarError, Vocabulary
 from worker_proc.grammar.state import GrammarState

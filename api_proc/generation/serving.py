@@ -13,13 +13,13 @@ from typing import Any, Generic, TypeVar, cast
 from api_proc.bodies import SamplingBody
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import ApiError, from_request_error, internal
+from api_proc.generation.answer import Answer, MakeAnswer
+from api_proc.generation.generation import Generation, MakeParser
+from api_proc.generation.packing import packed_in_slices
+from api_proc.generation.steps import Step, in_intervals
+from api_proc.generation.structured import grammar_of, name_field
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoding, Turn
-from api_proc.openai.generation import Generation, MakeParser
-from api_proc.openai.packing import packed_in_slices
-from api_proc.openai.reply import Answer, MakeAnswer
-from api_proc.openai.steps import Step, in_intervals
-from api_proc.openai.structured import grammar_of, name_field
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
 from api_proc.peers.forwarding import forward_session
 from api_proc.resumption.event_ids import ParsePosition, StreamPosition, parse_event_id

@@ -10,12 +10,12 @@ import msgspec
 from api_proc.bodies import SamplingBody
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import counted_as, invalid
+from api_proc.generation.beam_search import search_options
+from api_proc.generation.delta_reader import DeltaReader, OnSkipped
+from api_proc.generation.steps import Step
 from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.open_requests import OpenResponse, Slot
-from api_proc.openai.beam_search import search_options
-from api_proc.openai.delta_reader import DeltaReader, OnSkipped
-from api_proc.openai.steps import Step
 from api_proc.params import nth_seed
 from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import HistoryReader

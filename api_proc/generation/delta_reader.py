@@ -4,10 +4,10 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 
 from api_proc.bodies import SamplingBody
+from api_proc.generation.pieces import chained, pieces
+from api_proc.generation.steps import Step, merged
+from api_proc.generation.token_times import TokenTimes
 from api_proc.metrics import Metrics
-from api_proc.openai.pieces import chained, pieces
-from api_proc.openai.steps import Step, merged
-from api_proc.openai.token_times import TokenTimes
 from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import History
 from api_proc.text.output_sequence import Delta, OutputSequence
