@@ -269,11 +269,11 @@ def _engine_client(child: ChildProcess) -> ReplicatedClient:
         child.log.error("%s", error)
         changing = []
     options = ReplicatedOptions.of(config)
-    most_tokens = max(options.max_open_tokens, 2 * config.scheduler.max_waiting_tokens)
+    max_open_tokens = max(options.max_open_tokens, 2 * config.scheduler.max_waiting_tokens)
     return ReplicatedClient(
         [*_fixed_addresses(child), *changing],
         dataclasses.replace(
-            options, max_open_requests=config.api.max_open_requests, max_open_tokens=most_tokens
+            options, max_open_requests=config.api.max_open_requests, max_open_tokens=max_open_tokens
         ),
         may_change=bool(files),
         keys=client_keys(config),

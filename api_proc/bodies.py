@@ -14,7 +14,7 @@ from api_proc.chat.tools import ToolChoice, Tools, ToolUse, check_tools, resolve
 from api_proc.errors import invalid, unsupported
 from api_proc.generation import structured
 from api_proc.generation.beam_search import LengthPenalty, check_beam_search
-from api_proc.http.json_scan import MAX_VALUES, most_values
+from api_proc.http.json_scan import MAX_VALUES, max_num_values
 from protocol import sampling
 from protocol.client.ledger import RoutedOptions
 from protocol.message import Tenant, TokenId
@@ -477,7 +477,7 @@ def check_arguments(messages: list[ChatMessage], param: str | None = None) -> No
         for j, call in enumerate(message.tool_calls or ()):
             arguments = call.function.arguments
             if isinstance(arguments, str):
-                num_values += most_values(arguments)
+                num_values += max_num_values(arguments)
             if num_values > MAX_VALUES:
                 where = f"messages[{i}].tool_calls[{j}].function.arguments"
                 text = f"the arguments of calls have more than {MAX_VALUES} values"

@@ -17,17 +17,17 @@ class ClientBudget:
 
     def check_size(self, num_sequences: int) -> None:
         """Raise a 400 if a client may never have as many sequences open."""
-        most = self.max_per_client
-        if most and num_sequences > most:
-            text = f"max_open_requests_per_client: {num_sequences} sequences are more than {most}"
+        limit = self.max_per_client
+        if limit and num_sequences > limit:
+            text = f"max_open_requests_per_client: {num_sequences} sequences are more than {limit}"
             raise ApiError(400, text, code=ErrorCode.INVALID)
 
     def check(self, client: str, more: int) -> None:
         """Raise a 429 if a client may not have this number of further sequences now."""
-        num_open, most = self.num_of(client), self.max_per_client
-        if more > 0 and most and num_open + more > most:
+        num_open, limit = self.num_of(client), self.max_per_client
+        if more > 0 and limit and num_open + more > limit:
             raise overloaded(
-                f"max_open_requests_per_client: {num_open} of this client's {most} requests and"
+                f"max_open_requests_per_client: {num_open} of this client's {limit} requests and"
                 f" sequences are open, and this request adds {more}"
             )
 

@@ -41,15 +41,15 @@ async def _tokenize(state: ApiState, chat: MessagesChat, facts: ModelFacts) -> l
 
 
 MESSAGES: GenerationApi[MessagesChat] = GenerationApi(
-    PATH,
-    MessagesDecoder(),
-    "messages",
-    _tokenize,
-    CHAT.restore_prompts,
-    MessageReply,
-    CHAT.make_parser,
-    CHAT.constrain,
-    stream_position,
+    path=PATH,
+    decode=MessagesDecoder(),
+    prompt_param="messages",
+    tokenize=_tokenize,
+    restore_prompts=CHAT.restore_prompts,
+    make_answer=MessageReply,
+    make_parser=CHAT.make_parser,
+    constrain=CHAT.constrain,
+    parse_position=stream_position,
 )
 
 

@@ -292,7 +292,7 @@ class Generation:
         self.position = position
         num_each = self._body.num_sequences
         for index, history in enumerate(self._session.histories):
-            reader = self._sessions.reader(self._session, history)
+            reader = self._sessions.reader(history)
             self._readers.append(reader)
             prompt = self.prompts[index // num_each]
             params = self._session.accepted.adds[index].sampling_params

@@ -49,7 +49,7 @@ MakeParams = Callable[[TokenIds], SamplingParams]
 """Returns the parameters for a prompt."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class GenerationApi(Generic[Body]):
     """A route that generates text."""
 

@@ -191,8 +191,8 @@ def _unescaped(name: bytes) -> bytes:
         return name  # the decoder of the body rejects it, too
 
 
-def most_values(text: str) -> int:
-    """Return how many values a JSON text can have at most; a long one is not decoded for it."""
+def max_num_values(text: str) -> int:
+    """Return an upper bound of the number of values in a JSON text, without decoding it."""
     count = _num_marks(text)
     return count if count <= MAX_VALUES else _num_marks(_STRING.sub("", text))
 

@@ -176,12 +176,12 @@ class ChatFormat:
 
 
 CHAT = GenerationApi(
-    "/v1/chat/completions",
-    BodyDecoder(ChatBody),
-    "messages",
-    _tokenize,
-    _restore_prompts,
-    chunk_answers(ChatFormat, "chatcmpl-", objects.ChatChunk),
-    _make_parser,
-    _constrain,
+    path="/v1/chat/completions",
+    decode=BodyDecoder(ChatBody),
+    prompt_param="messages",
+    tokenize=_tokenize,
+    restore_prompts=_restore_prompts,
+    make_answer=chunk_answers(ChatFormat, "chatcmpl-", objects.ChatChunk),
+    make_parser=_make_parser,
+    constrain=_constrain,
 )

@@ -167,10 +167,10 @@ class CompletionFormat:
 
 
 COMPLETIONS = GenerationApi(
-    "/v1/completions",
-    BodyDecoder(CompletionBody),
-    "prompt",
-    _tokenize,
-    _restore_prompts,
-    chunk_answers(CompletionFormat, "cmpl-", Completion),
+    path="/v1/completions",
+    decode=BodyDecoder(CompletionBody),
+    prompt_param="prompt",
+    tokenize=_tokenize,
+    restore_prompts=_restore_prompts,
+    make_answer=chunk_answers(CompletionFormat, "cmpl-", Completion),
 )

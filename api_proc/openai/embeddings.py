@@ -100,9 +100,11 @@ def _response_bytes(
     """Return the approximate size of the response; raise a 400 if it is too large."""
     encoding_format = body.encoding_format or "float"
     size = pooling.dimensions or facts.embedding_size
-    most = MAX_RESPONSE_BYTES // _BYTES_PER_NUMBER[encoding_format] // size
-    if num_inputs > most:
-        message = f"a response holds at most {most} vectors of {size} numbers as {encoding_format}"
+    max_inputs = MAX_RESPONSE_BYTES // _BYTES_PER_NUMBER[encoding_format] // size
+    if num_inputs > max_inputs:
+        message = (
+            f"a response holds at most {max_inputs} vectors of {size} numbers as {encoding_format}"
+        )
         raise invalid("input", message)
     return num_inputs * size * _BYTES_PER_NUMBER[encoding_format]
 

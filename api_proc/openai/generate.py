@@ -195,12 +195,12 @@ class GenerateFormat:
 
 
 GENERATE: GenerationApi[TokensCompletion] = GenerationApi(
-    PATH,
-    _Decoder(),
-    "token_ids",
-    COMPLETIONS.tokenize,
-    COMPLETIONS.restore_prompts,
-    chunk_answers(GenerateFormat, "", Generated),
+    path=PATH,
+    decode=_Decoder(),
+    prompt_param="token_ids",
+    tokenize=COMPLETIONS.tokenize,
+    restore_prompts=COMPLETIONS.restore_prompts,
+    make_answer=chunk_answers(GenerateFormat, "", Generated),
 )
 
 

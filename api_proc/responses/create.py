@@ -106,15 +106,15 @@ def _leading_system(messages: list[ChatMessage]) -> list[ChatMessage]:
 
 
 RESPONSES: GenerationApi[ResponsesChat] = GenerationApi(
-    "/v1/responses",
-    ResponseDecoder(),
-    "input",
-    _tokenize,
-    CHAT.restore_prompts,
-    ResponseReply,
-    CHAT.make_parser,
-    CHAT.constrain,
-    stream_position,
+    path="/v1/responses",
+    decode=ResponseDecoder(),
+    prompt_param="input",
+    tokenize=_tokenize,
+    restore_prompts=CHAT.restore_prompts,
+    make_answer=ResponseReply,
+    make_parser=CHAT.make_parser,
+    constrain=CHAT.constrain,
+    parse_position=stream_position,
 )
 
 

@@ -233,9 +233,11 @@ class Sessions:
         history.request_id = add.request_id
         session.histories.append(history)
         session.accepted.adds.append(add)
-        return self.reader(session, history)
+        return self.reader(history)
 
-    def reader(self, session: Session, history: History) -> HistoryReader:
+    def reader(self, history: History) -> HistoryReader:
+        """Return a reader of one sequence, which may stop it."""
+
         def stop() -> None:
             if not history.is_ended:
                 self._client.cancel(history.request_id)

@@ -327,8 +327,8 @@ def _charge_output(value: Any) -> Any:
     return value
 
 
-def _size(value: Any, most: int) -> int:
-    """Return the size in steps, counting repeated parts each time; stops beyond `most`."""
+def _size(value: Any, max_size: int) -> int:
+    """Return the size in steps, counting repeated parts each time; stops beyond `max_size`."""
     if isinstance(value, str):
         return 1 + len(value) // _CHARS_PER_STEP
     if isinstance(value, int):
@@ -341,7 +341,7 @@ def _size(value: Any, most: int) -> int:
         return 1
     size = 1
     for item in items:  # a namespace in a list may contain the list
-        size += most if isinstance(item, Namespace) else _size(item, most - size)
-        if size > most:
+        size += max_size if isinstance(item, Namespace) else _size(item, max_size - size)
+        if size > max_size:
             break
     return size

@@ -110,11 +110,11 @@ class HfTokenizer:
         """Return the ids of the end of a text: `keep_last` ids including the surrounding ones."""
         assert options.keep_last is not None
         [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        most = options.keep_last
+        num_kept = options.keep_last
         if options.add_special_tokens:
-            most = max(most - self._tokenizer.num_special_tokens_to_add(False), 1)
-        if len(encoding) > most:
-            encoding.truncate(most, direction="left")
+            num_kept = max(num_kept - self._tokenizer.num_special_tokens_to_add(False), 1)
+        if len(encoding) > num_kept:
+            encoding.truncate(num_kept, direction="left")
         if options.add_special_tokens:
             encoding = self._tokenizer.post_process(encoding, None, True)
         if len(encoding) > options.max_tokens:

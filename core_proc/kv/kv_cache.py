@@ -75,8 +75,8 @@ class KVCacheManager:
     def can_ever_fit(self, num_tokens: int) -> bool:
         """Return whether a request can have `num_tokens` computed in an otherwise empty cache."""
         num_blocks = self.num_blocks_for(num_tokens)
-        most = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
-        return sum(min(num_blocks, count) for count in most) <= self.pool.num_usable
+        limits = (num_blocks if g.max_blocks is None else g.max_blocks for g in self.groups)
+        return sum(min(num_blocks, limit) for limit in limits) <= self.pool.num_usable
 
     def may_read_cache(self, request: Request) -> bool:
         """Return whether the request may use hits; some must compute all of their tokens."""
@@ -87,9 +87,9 @@ class KVCacheManager:
         if not self.may_read_cache(request):
             return True
         num_full = request.num_tokens // self.block_size
-        most = len(request.block_hashes) + max(1, _HASHED_AT_ONCE // self.block_size)
-        self._extend_hashes(request, min(num_full, most))
-        return most >= num_full
+        limit = len(request.block_hashes) + max(1, _HASHED_AT_ONCE // self.block_size)
+        self._extend_hashes(request, min(num_full, limit))
+        return limit >= num_full
 
     def find_cached_prefix(self, request: Request) -> Tables:
         """Return the longest cached prefix as tables, with NULL_BLOCK where a window has passed."""

@@ -77,14 +77,14 @@ class WorkerGroup:
         """
         all_facts = [self._workers[rank].hello.facts for rank in range(self.size)]
         facts = next((facts for facts in all_facts if not facts.exact_resume), all_facts[0])
-        least = {name: min(getattr(facts, name) for facts in all_facts) for name in _SIZES}
+        min_sizes = {name: min(getattr(facts, name) for facts in all_facts) for name in _SIZES}
         stages = all_facts[:: self._ranks_per_stage]
         return msgspec.structs.replace(
             facts,
             decoder=_of_stages([stage.decoder for stage in stages]),
             kv_layout=_of_stages([stage.kv_layout for stage in stages]),
             state_swap_blocks=max(facts.state_swap_blocks for facts in all_facts),
-            **least,
+            **min_sizes,
         )
 
     @property

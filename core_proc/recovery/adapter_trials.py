@@ -96,8 +96,8 @@ class AdapterTrials:
         alone, self._lost_on_trial = self._lost_on_trial, 0
         for adapter_id in lost:
             points = self._points.get(adapter_id, 0) + (FAULT_POINTS if is_fault else OTHER_POINTS)
-            most = REFUSED_POINTS if adapter_id == alone else REFUSED_POINTS - 1
-            self._give(adapter_id, min(points, most))
+            max_points = REFUSED_POINTS if adapter_id == alone else REFUSED_POINTS - 1
+            self._give(adapter_id, min(points, max_points))
         refused = [adapter_id for adapter_id in lost if self.refuses(adapter_id)]
         for adapter_id in refused:
             log.error("workers die when they load adapter %d alone: it is refused", adapter_id)

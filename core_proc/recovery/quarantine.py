@@ -322,8 +322,8 @@ class Quarantine:
     def _begin_canary(self, suspect: Request) -> None:
         """Run the shortest prompt there is, for longer than a suspect is tried."""
         self._groups.appendleft([suspect])
-        most = self._scheduler.options.max_model_len - 1
-        num_tokens = min(_CANARY_TRIALS * self._num_ahead, most)
+        max_tokens = self._scheduler.options.max_model_len - 1
+        num_tokens = min(_CANARY_TRIALS * self._num_ahead, max_tokens)
         while not self._scheduler.kv.can_ever_fit(num_tokens):  # all but its last token
             num_tokens -= 1
         params = SamplingParams(max_tokens=num_tokens, ignore_eos=True)

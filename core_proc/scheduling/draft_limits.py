@@ -23,7 +23,7 @@ from core_proc.scheduling.step_costs import DecodeTimes, StepTime, size_class
 from protocol.core_worker import ModelRunnerOutput
 
 MIN_GAIN = 1.03
-"""The least speed with drafts, relative to that without, at which they are used."""
+"""Minimum speed with drafts, relative to that without, at which they are used."""
 REVIEW_EVERY = 16
 """Number of steps between two reviews of all running requests."""
 TRIAL_SHARE = 1 / 64
@@ -152,10 +152,10 @@ class DraftLimits:
         extra = self._extra(num_drafting)
         # If the price is not known for about this number of requests, it is measured first.
         is_known = any(2 * size >= num_drafting for size in self._extras)
-        most = self._max_drafts if is_known else min(self._max_drafts, TRIAL_DRAFTS)
+        max_depth = self._max_drafts if is_known else min(self._max_drafts, TRIAL_DRAFTS)
         best, best_speed = 0, MIN_GAIN
         tokens = power = 1.0
-        for depth in range(1, most + 1):
+        for depth in range(1, max_depth + 1):
             power *= rate
             tokens += power
             speed = tokens / (1.0 + extra.gap + depth * extra.price)

@@ -9,7 +9,7 @@ _LONGEST_PROBE = 4
 
 
 def first_length(detection: RepetitionDetection) -> int:
-    """Return the least number of outputs that can be a repetition."""
+    """Return the minimum number of outputs that can be a repetition."""
     return detection.min_pattern_size * detection.min_count
 
 

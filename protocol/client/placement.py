@@ -133,8 +133,8 @@ class Placement:
             replica.client.expect_cached(request_id, num_cached)
             # Events name all blocks, several of which form a piece.
             block_tokens = facts.block_size if self._follows_events else self._piece_tokens
-            most = facts.num_gpu_blocks * facts.block_size // block_tokens
-            self.index.add(replica.number, names, most)
+            max_names = facts.num_gpu_blocks * facts.block_size // block_tokens
+            self.index.add(replica.number, names, max_names)
 
     def _for_new(
         self, names: Sequence[bytes], affinity: str, num_prompt_tokens: int

@@ -54,10 +54,10 @@ def name_of(block_hash: bytes) -> bytes:
     return block_hash[:_NAME_BYTES]
 
 
-def _packed(prompt: PromptIds, most: int) -> bytes:
+def _packed(prompt: PromptIds, max_tokens: int) -> bytes:
     if isinstance(prompt, PackedPrompt):
-        return prompt.packed[: 4 * most]
-    return pack_token_ids(array("I", prompt[:most]))
+        return prompt.packed[: 4 * max_tokens]
+    return pack_token_ids(array("I", prompt[:max_tokens]))
 
 
 class PrefixIndex:
@@ -85,8 +85,8 @@ class PrefixIndex:
         """Return the replicas that have a piece and all previous ones."""
         return self._holders.get(name, ())
 
-    def add(self, replica: int, names: Sequence[bytes], most: int) -> None:
-        """Add consecutive pieces that a replica has, or will have; it keeps at most `most`."""
+    def add(self, replica: int, names: Sequence[bytes], max_names: int) -> None:
+        """Add consecutive pieces that a replica has, or will have; it keeps at most `max_names`."""
         known = self._known.setdefault(replica, OrderedDict())
         for name in reversed(names):  # the last pieces are forgotten first
             if name in known:
@@ -95,7 +95,7 @@ class PrefixIndex:
                 holders = self._holders.setdefault(name, [])
                 known[name] = len(holders)
                 holders.append(replica)
-        while len(known) > most:
+        while len(known) > max_names:
             self._drop(*known.popitem(last=False))
 
     def remove(self, replica: int, names: Iterable[bytes]) -> None:

@@ -144,7 +144,7 @@ class ApiProcess(ClientProcess):
 
     async def _stream_rest(self, connection: Connection, session: Session) -> None:
         self._sessions.attach(session)
-        reader = self._sessions.reader(session, session.histories[0])
+        reader = self._sessions.reader(session.histories[0])
         await self._stream(connection, session, reader, is_durable=False)
 
     async def _stream(
