@@ -40,7 +40,7 @@ from protocol.client.core_link import TICK_S, CoreLink, News, UnreadableOutputs
 from protocol.client.deadlines import deadline
 from protocol.client.errors import failure_of
 from protocol.client.kv_feed import KVEventFeed
-from protocol.client.ledger import Entry, Ledger, RequestOptions, check_request
+from protocol.client.ledger import Ledger, RequestOptions, check_request
 from protocol.client.open_requests import OpenRequests, Receiver
 from protocol.client.options import ClientOptions, SharedByReplicas
 from protocol.client.packed_prompt import PromptIds
@@ -118,7 +118,8 @@ class AsyncEngineClient:
             None if shared is None else shared.numbers,
             None if shared is None else shared.limits,
         )
-        self._open = OpenRequests(ledger, self._link.send, is_replica=can_move)
+        self.requests = OpenRequests(ledger, self._link.send, is_replica=can_move)
+        """The requests that were accepted and have not ended."""
         self._status_event = asyncio.Event()
         self.facts: ModelFacts | None = None
         """The model's facts; kept while the engine recovers."""
@@ -174,17 +175,12 @@ class AsyncEngineClient:
     @property
     def fingerprint(self) -> str:
         """Fingerprint of the engine's facts; empty until they are known."""
-        return self._open.fingerprint
+        return self.requests.fingerprint
 
     @property
     def num_open_requests(self) -> int:
         """Requests that were accepted and have not ended."""
-        return len(self._open)
-
-    @property
-    def num_unstarted_tokens(self) -> int:
-        """Prompt tokens left to compute for open requests that have no output token yet."""
-        return self._open.ledger.num_unstarted_tokens
+        return len(self.requests)
 
     @property
     def num_fenced_frames(self) -> int:
@@ -199,7 +195,7 @@ class AsyncEngineClient:
     @property
     def num_inexact(self) -> int:
         """Requests begun by an engine with another fingerprint and continued by this one."""
-        return self._open.num_inexact
+        return self.requests.num_inexact
 
     async def start(self) -> None:
         """Begin to connect, without waiting for the connection."""
@@ -237,7 +233,7 @@ class AsyncEngineClient:
             return
         self._timer.cancel()
         closed = RequestError(ErrorCode.ABORTED, "the client was closed")
-        self._open.fail_all(closed)
+        self.requests.fail_all(closed)
         for answer in self._answers.values():
             if not answer.done():
                 answer.set_exception(failure_of(closed))
@@ -287,7 +283,7 @@ class AsyncEngineClient:
         """
         add, body = self._check(prompt_token_ids, params, options)
         stream = RequestStream(add.request_id, self.cancel)
-        self._open.accept(add, body, stream)
+        self.requests.accept(add, body, stream)
         return stream
 
     async def embed(
@@ -316,7 +312,7 @@ class AsyncEngineClient:
         blocks.
         """
         add, body = self._check(prompt_token_ids, params, options)
-        self._open.accept(add, body, receiver)
+        self.requests.accept(add, body, receiver)
         return msgspec.structs.replace(add, blocks_at=self.blocks_at)
 
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
@@ -325,31 +321,11 @@ class AsyncEngineClient:
         `add` is the accepted request with its known outputs; its number is replaced. Returns the
         new number, for `cancel`. Raises Overloaded if too much is open.
         """
-        request_id = self._open.ledger.next_request_id()
+        request_id = self.requests.ledger.next_request_id()
         add = msgspec.structs.replace(add, request_id=request_id, resent=True)
         # Wall-clock time, because monotonic clocks cannot be compared across reboots.
-        self._open.adopt(add, receiver, age_s=max(0.0, self._clock.time() - add.arrival_time))
+        self.requests.adopt(add, receiver, age_s=max(0.0, self._clock.time() - add.arrival_time))
         return request_id
-
-    def open_ids(self) -> list[int]:
-        """Return the numbers of all open requests, oldest first."""
-        return list(self._open.ledger)
-
-    def expect_cached(self, request_id: int, num_tokens: int) -> None:
-        """Expect part of a new request's prompt to be cached; see `num_unstarted_tokens`."""
-        self._open.ledger.expect_cached(request_id, num_tokens)
-
-    def held_ids(self) -> list[int]:
-        """Return the ids of the requests that this engine cannot continue exactly."""
-        return self._open.held_ids()
-
-    def entry(self, request_id: int) -> Entry | None:
-        """Return an open request, or None if it has ended."""
-        return self._open.entry(request_id)
-
-    def release(self, request_id: int) -> None:
-        """Continue a held request here, inexactly."""
-        self._open.release(request_id)
 
     def move(
         self,
@@ -365,10 +341,12 @@ class AsyncEngineClient:
         `blocks_at` is the address at which the other replica reads the blocks of this one's
         machine.
         """
-        if not self._open.move(request_id, other._open, is_exact=is_exact, blocks_at=blocks_at):
+        if not self.requests.move(
+            request_id, other.requests, is_exact=is_exact, blocks_at=blocks_at
+        ):
             return False
         if other.blocks_at:
-            other._open.note_place(request_id, other.blocks_at)
+            other.requests.note_place(request_id, other.blocks_at)
         return True
 
     def _check(
@@ -383,20 +361,20 @@ class AsyncEngineClient:
             raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
         if self.status.state is EngineState.DRAINING and not options.get("resent"):
             raise failure_of(RequestError(ErrorCode.DRAINING, self._draining_text))
-        request_id, now = self._open.ledger.next_request_id(), self._clock.time()
+        request_id, now = self.requests.ledger.next_request_id(), self._clock.time()
         add = AddRequest(
             request_id,
             [],
             params,
             arrival_time=now,
-            fingerprint=self._open.fingerprint,
+            fingerprint=self.requests.fingerprint,
             **options,
         )
         return check_request(add, self.facts, prompt_token_ids)
 
     def cancel(self, request_id: int) -> None:
         """Abort a request if it is open."""
-        self._open.cancel(request_id)
+        self.requests.cancel(request_id)
 
     async def pause(
         self, mode: PauseMode = PauseMode.PAUSED_ALL, *, timeout_s: float = CONTROL_TIMEOUT_S
@@ -517,24 +495,24 @@ class AsyncEngineClient:
             self.last_progress_time = self.last_status_time
         self.status = status
         num_requests = status.stats.num_running_reqs + status.stats.num_waiting_reqs
-        self.num_other_requests = max(0, num_requests - len(self._open))
-        fingerprint = self._open.fingerprint
+        self.num_other_requests = max(0, num_requests - len(self.requests))
+        fingerprint = self.requests.fingerprint
         if status.facts is not None and status.facts != self.facts:
             self.facts = status.facts
             fingerprint = status.facts.fingerprint
         if status.state in _SERVING:
             self._stalled_s = 0.0
-        self._open.ledger.allow_repairs()
+        self.requests.ledger.allow_repairs()
         is_other_now = self._compare_model(status)
         if is_new_epoch:  # the core does not know this client's requests
             for control in self._controls.begin(self._link.epoch, status):
                 self._link.send(encode(control))
-            self._link.send_backlog(self._open.resend(fingerprint))
+            self._link.send_backlog(self.requests.resend(fingerprint))
             if self._feed is not None:
                 self._feed.subscribe()
         elif status.facts is not None:  # otherwise a successor is starting
             self._controls.follow(status)
-            self._open.follow(fingerprint, anew=is_other_now)
+            self.requests.follow(fingerprint, anew=is_other_now)
         self._status_event.set()
 
     def _holding_error(self) -> RequestError:
@@ -551,7 +529,7 @@ class AsyncEngineClient:
         self.other_model = self._expected.difference(status.facts, self._address)
         if status.state is EngineState.READY and not self.other_model:
             self._expected.learn(status.facts)
-        self._open.holds_all = bool(self.other_model)
+        self.requests.holds_all = bool(self.other_model)
         is_new = before != self.other_model
         if is_new and self.other_model and not self._can_move:  # else all replicas are reported
             log.error("%s gets no requests: its %s", self._address, self.other_model)
@@ -560,14 +538,14 @@ class AsyncEngineClient:
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):
             for output in message.outputs:
-                self._open.take(output)
+                self.requests.take(output)
         elif isinstance(message, UnreadableOutputs):
-            self._open.repair(message.request_ids)
+            self.requests.repair(message.request_ids)
         elif isinstance(message, Refused):
             if message.request_id is None:  # not about a request: the core would have named it
                 self._link.request_resync()
             else:
-                self._open.refuse(message.request_id, message.error)
+                self.requests.refuse(message.request_id, message.error)
         elif isinstance(message, ControlDone):
             self._controls.take(message)
             answer = self._answers.get(message.number)
@@ -585,13 +563,13 @@ class AsyncEngineClient:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._stalled_s += TICK_S  # counts ticks rather than reading the clock, as the link does
         if self._stalled_s > self._options.stall_timeout_s:
-            self._open.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
+            self.requests.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
             if self._feed is not None:
                 self._feed.fail(ConnectionError(self._stall_text))
-        self._open.fail_held(TICK_S, self._options.stall_timeout_s, self._holding_error())
+        self.requests.fail_held(TICK_S, self._options.stall_timeout_s, self._holding_error())
         if self._options.allow_inexact_resume and self.serves:
-            for request_id in self._open.held_ids():
-                self._open.release(request_id)
+            for request_id in self.requests.held_ids():
+                self.requests.release(request_id)
         self._link.tick()
 
 

@@ -81,7 +81,7 @@ class RequestMover:
     def _hand_over(self, request: Begun) -> None:
         """Move a request to a replica that decodes and can read its blocks, if there is one."""
         request_id, replica, names, affinity, _ = request
-        entry, facts = replica.client.entry(request_id), replica.client.facts
+        entry, facts = replica.requests.entry(request_id), replica.client.facts
         if entry is None or facts is None:
             return
 
@@ -118,7 +118,7 @@ class RequestMover:
 
     def _move(self, request_id: int, lost: Replica) -> None:
         """Move a request to the least loaded suitable replica, if there is one."""
-        entry = lost.client.entry(request_id)
+        entry = lost.requests.entry(request_id)
         if entry is None:
             return
         others = [each for each in self._replicas if each is not lost and each.serves]
@@ -128,7 +128,7 @@ class RequestMover:
             others += [lost] if lost.serves else []
             target = _least([each for each in others if holds(each.client.facts, entry.num_tokens)])
             if target is lost:
-                lost.client.release(request_id)
+                lost.requests.release(request_id)
             elif target is not None:
                 self._move_to(target, request_id, lost, is_exact=False)
 

@@ -74,6 +74,10 @@ class OpenRequests:
     def __len__(self) -> int:
         return len(self._receivers)
 
+    def ids(self) -> list[int]:
+        """Return the numbers of all requests, oldest first."""
+        return list(self.ledger)
+
     def accept(self, add: AddRequest, body: bytes, receiver: Receiver) -> None:
         """Add a checked request and send it as `body`; Overloaded if too much is open."""
         if self._enter(add, receiver, 0.0):

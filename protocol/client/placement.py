@@ -130,7 +130,7 @@ class Placement:
         self._prefill.enter(request_id, replica, names, affinity)
         facts = replica.client.facts
         if names and facts is not None:
-            replica.client.expect_cached(request_id, num_cached)
+            replica.requests.ledger.expect_cached(request_id, num_cached)
             # Events name all blocks, several of which form a piece.
             block_tokens = facts.block_size if self._follows_events else self._piece_tokens
             max_names = facts.num_gpu_blocks * facts.block_size // block_tokens

@@ -62,7 +62,7 @@ class Prefill:
     def tick(self) -> None:
         """Count down the waits of requests that have a token; forget those that have ended."""
         for request in list(self._requests.values()):
-            entry = request.replica.client.entry(request.request_id)
+            entry = request.replica.requests.entry(request.request_id)
             if entry is None:
                 del self._requests[request.request_id]
             elif entry.has_begun and request.wait_ticks:

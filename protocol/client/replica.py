@@ -24,6 +24,7 @@ class Replica:
         self.number = number
         self.address = address
         self.client = client
+        self.requests = client.requests
         self.is_retired = False
         """True if it gets no new requests and its open requests are moved."""
         self.is_closed = False
@@ -54,10 +55,8 @@ class Replica:
         return self.client.facts is None, self.lost_s, self.unready_s
 
     def load(self) -> Load:
-        client = self.client
-        return Load(
-            client.num_open_requests, client.num_unstarted_tokens, client.num_other_requests
-        )
+        requests, num_others = self.requests, self.client.num_other_requests
+        return Load(len(requests), requests.ledger.num_unstarted_tokens, num_others)
 
     @property
     def is_draining(self) -> bool:
@@ -93,11 +92,11 @@ class Replica:
 
         A draining replica could not finish all of its requests in time.
         """
-        client = self.client
-        if not client.num_open_requests:
+        requests, status = self.requests, self.client.status
+        if not requests:
             return []
-        is_loading = client.status is not None and client.status.is_loading_anew
+        is_loading = status is not None and status.is_loading_anew
         patience = 1 if is_loading else _WITHOUT_WORKERS
         is_late = self.unready_s >= patience * failover_s
         is_given_up = self.is_draining or is_late or self.lost_s >= failover_s
-        return client.open_ids() if is_given_up else client.held_ids()
+        return requests.ids() if is_given_up else requests.held_ids()

@@ -133,5 +133,7 @@ async def _hold(
 
 
 def _replica_of(client: ReplicatedClient, request_id: int) -> int:
-    open_at = (number for number, one in enumerate(client.clients) if one.entry(request_id))
+    open_at = (
+        number for number, one in enumerate(client.clients) if one.requests.entry(request_id)
+    )
     return next(open_at)

@@ -100,8 +100,8 @@ def test_requests_of_a_lost_replica_that_have_begun_continue_at_an_equal_one_onl
         assert {add.fingerprint for add in moved} == {cores[0].status.facts.fingerprint}  # type: ignore[union-attr]
         assert number not in {add.request_id for add in moved}
         assert client.num_moved == len(moved)
-        assert client.clients[1].open_ids() == [number]
-        entry = client.clients[1].entry(number)
+        assert client.clients[1].requests.ids() == [number]
+        entry = client.clients[1].requests.entry(number)
         assert entry is not None
         assert entry.add.fingerprint == fingerprint
         assert not any(stream.resumed_inexactly for stream in streams)
@@ -240,7 +240,7 @@ def test_request_that_was_moved_often_without_an_output_is_moved_no_more(cores: 
                 cores[here].send(READY)
                 await until(lambda here=here: client.clients[here].serves)
         assert client.num_moved == MOVES_MAX
-        assert client.clients[here].open_ids() == [stream.request_id]
+        assert client.clients[here].requests.ids() == [stream.request_id]
 
     play(cores, act)
 

@@ -85,7 +85,8 @@ async def until_begun(client: AsyncEngineClient) -> None:
     """
     async with asyncio.timeout(TIMEOUT_S):
         while True:
-            entries = [client.entry(request_id) for request_id in client.open_ids()]
+            requests = client.requests
+            entries = [requests.entry(request_id) for request_id in requests.ids()]
             if entries and all(entry is not None and entry.has_begun for entry in entries):
                 return
             await asyncio.sleep(0.01)
