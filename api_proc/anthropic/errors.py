@@ -4,9 +4,9 @@ import re
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from api_proc.anthropic.objects import MessageError, MessageErrorResponse, Ping, encode, frame
+from api_proc.anthropic.objects import MessageError, MessageErrorResponse, Ping, frame
 from api_proc.errors import UNSUPPORTED, ApiError
-from api_proc.http.connection import REQUEST_ID_KEY, STYLE_KEY, ResponseStyle
+from api_proc.http.connection import REQUEST_ID_KEY, STYLE_KEY, ResponseStyle, encode
 
 PATH = "/v1/messages"
 

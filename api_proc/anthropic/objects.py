@@ -5,6 +5,7 @@ from typing import Any, Literal
 import msgspec
 
 from api_proc.anthropic.blocks import OutputBlock
+from api_proc.http.connection import encode
 
 StopReason = Literal[
     "end_turn", "max_tokens", "model_context_window_exceeded", "stop_sequence", "tool_use"
@@ -120,8 +121,6 @@ StreamEvent = (
     | Ping
     | MessageErrorResponse
 )
-
-encode = msgspec.json.Encoder().encode
 
 
 def frame(event: Any) -> bytes:

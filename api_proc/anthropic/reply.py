@@ -25,7 +25,6 @@ from api_proc.anthropic.objects import (
     MessageUsage,
     SignatureDelta,
     StopReason,
-    encode,
     frame,
 )
 from api_proc.anthropic.positions import EventPosition, parse_position
@@ -40,7 +39,7 @@ from api_proc.chat.events import (
 )
 from api_proc.errors import ApiError
 from api_proc.generation.generation import Generation
-from api_proc.http.connection import Connection
+from api_proc.http.connection import Connection, encode
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, join
 from protocol.sampling import FinishReason

@@ -6,7 +6,7 @@ from api_proc.anthropic.bodies import MessagesBody, PromptBody
 from api_proc.anthropic.chat import FOREIGN_NAMES, MessagesChat, MessagesDecoder, prompt_of
 from api_proc.anthropic.errors import PATH
 from api_proc.anthropic.history import instructions_as_user
-from api_proc.anthropic.objects import TokenCount, encode
+from api_proc.anthropic.objects import TokenCount
 from api_proc.anthropic.positions import stream_position
 from api_proc.anthropic.reply import MessageReply
 from api_proc.errors import ApiError
@@ -71,4 +71,4 @@ async def count_tokens(state: ApiState, connection: Connection) -> None:
         await turn.rest()
         long = msgspec.structs.replace(facts, max_model_len=limit)
         [prompt] = await connection.while_connected(_tokenize(state, chat, long))
-    await connection.send(200, encode(TokenCount(len(prompt.token_ids))))
+    await connection.send_json(TokenCount(len(prompt.token_ids)))

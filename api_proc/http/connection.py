@@ -6,6 +6,7 @@ import ipaddress
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from api_proc.budget import Budget, Lease
@@ -49,6 +50,8 @@ class ResponseStyle(NamedTuple):
 
 Headers = Iterable[tuple[bytes, bytes]]
 JSON = b"application/json"
+encode = msgspec.json.Encoder().encode
+"""Encodes a response, or a part of one, as JSON."""
 
 T = TypeVar("T")
 
@@ -291,6 +294,10 @@ class Connection:
         self.response_started = True
         await self._write({"type": "http.response.start", "status": status, "headers": fields})
         await self._write({"type": "http.response.body", "body": body, "more_body": more})
+
+    async def send_json(self, value: object, *, status: int = 200, headers: Headers = ()) -> None:
+        """Send a whole response, encoded as JSON."""
+        await self.send(status, encode(value), headers)
 
     async def send_pieces(self, pieces: Sequence[bytes]) -> None:
         """Send a large response as fast as the client reads it, so that no more is buffered."""

@@ -8,7 +8,6 @@ import msgspec
 
 from api_proc.errors import ApiError, from_decoding, from_request_error, invalid, unavailable
 from api_proc.http.connection import Connection
-from api_proc.openai.objects import encode
 from api_proc.state import ApiState
 from protocol.api_core import PauseMode
 from protocol.client.errors import RequestFailed
@@ -91,7 +90,7 @@ async def pause(state: ApiState, connection: Connection) -> None:
     if name not in _MODES:
         raise invalid("mode", f"must be one of {', '.join(_MODES)}")
     await _require(state.client.pause(_MODES[name]), "the engine is shutting down")
-    await connection.send(200, encode(Paused("paused", name)))
+    await connection.send_json(Paused("paused", name))
 
 
 async def resume(state: ApiState, connection: Connection) -> None:
@@ -109,14 +108,14 @@ async def wake_up(state: ApiState, connection: Connection) -> None:
         raise invalid("tags", f"must be one of {', '.join(_TAGS)}, which may be repeated")
     if tags and _KV_CACHE not in tags:
         message = f"the weights have stayed in memory; tags={_KV_CACHE} ends a sleep"
-        await connection.send(200, encode(Done("unchanged", message)))
+        await connection.send_json(Done("unchanged", message))
         return
     await _resume(state, connection)
 
 
 async def _resume(state: ApiState, connection: Connection) -> None:
     await _require(state.client.resume(), "the engine cannot resume now")
-    await connection.send(200, encode(Done("resumed")))
+    await connection.send_json(Done("resumed"))
 
 
 async def sleep(state: ApiState, connection: Connection) -> None:
@@ -126,7 +125,7 @@ async def sleep(state: ApiState, connection: Connection) -> None:
     if level not in _LEVELS:
         raise invalid("level", f"must be one of {', '.join(_LEVELS)}")
     await _require(state.client.sleep(), "the engine cannot sleep now")
-    await connection.send(200, encode(Done("sleeping", _LEVELS[level])))
+    await connection.send_json(Done("sleeping", _LEVELS[level]))
 
 
 async def is_sleeping(state: ApiState, connection: Connection) -> None:
@@ -134,14 +133,14 @@ async def is_sleeping(state: ApiState, connection: Connection) -> None:
     await _parameters(connection)
     status = state.client.status
     asleep = status is not None and status.is_sleeping
-    await connection.send(200, encode(SleepState(asleep)))
+    await connection.send_json(SleepState(asleep))
 
 
 async def is_paused(state: ApiState, connection: Connection) -> None:
     await _parameters(connection)
     status = state.client.status
     mode = PauseMode.RUNNING if status is None else status.pause_mode
-    await connection.send(200, encode(PauseState(mode is not PauseMode.RUNNING, mode)))
+    await connection.send_json(PauseState(mode is not PauseMode.RUNNING, mode))
 
 
 async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
@@ -152,7 +151,7 @@ async def reset_prefix_cache(state: ApiState, connection: Connection) -> None:
         raise invalid("reset_running_requests", "must be true or false")
     work = state.client.reset_prefix_cache(_FLAGS[text.lower()])
     await _require(work, "blocks of the KV cache are in use; see reset_running_requests")
-    await connection.send(200, encode(Done("reset")))
+    await connection.send_json(Done("reset"))
 
 
 async def _parameter(connection: Connection, name: str, default: str) -> str:

@@ -12,6 +12,7 @@ from api_proc.chat.events import (
     ToolCallStart,
 )
 from api_proc.chat.formats import Dialect
+from api_proc.http.connection import encode
 from api_proc.openai.objects import (
     AssistantMessage,
     ChatDelta,
@@ -19,7 +20,6 @@ from api_proc.openai.objects import (
     ToolCall,
     ToolCallDelta,
     ToolCallFunction,
-    encode,
 )
 
 _ID_CHARACTERS = 24

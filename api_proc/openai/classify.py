@@ -8,7 +8,6 @@ import msgspec
 from api_proc.errors import ApiError
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.objects import encode
 from api_proc.openai.pooled import (
     EmbeddingUsage,
     PooledBody,
@@ -85,7 +84,7 @@ async def classify(state: ApiState, connection: Connection) -> None:
             data=results,
             usage=usage_of(prompts),
         )
-        await connection.send(200, encode(response))
+        await connection.send_json(response)
 
 
 def _result(state: ApiState, body: ClassifyBody, index: int, packed: bytes) -> Classification:

@@ -10,9 +10,8 @@ from msgspec import Meta
 
 from api_proc.bodies import MAX_PROMPTS, PromptItems, PromptText
 from api_proc.errors import invalid
-from api_proc.http.connection import Connection
+from api_proc.http.connection import Connection, encode
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.objects import encode
 from api_proc.openai.pooled import (
     AT_ONCE,
     EmbeddingUsage,

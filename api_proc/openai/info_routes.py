@@ -6,7 +6,6 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST
 
 from api_proc.http.connection import Connection
-from api_proc.openai.objects import encode
 from api_proc.peers.sums import sum_of_gauges
 from api_proc.state import ApiState
 from protocol.process.version import version
@@ -81,14 +80,14 @@ class Readiness(msgspec.Struct, kw_only=True):
 async def list_models(state: ApiState, connection: Connection) -> None:
     adapters = [one.adapter.name for one in state.adapters.all()]
     cards = [_model_card(state, name) for name in (*state.model_names, *adapters)]
-    await connection.send(200, encode({"object": "list", "data": cards}))
+    await connection.send_json({"object": "list", "data": cards})
 
 
 async def show_model(state: ApiState, connection: Connection) -> None:
     """GET /v1/models/{name}; raises a 404 for any other model."""
     name = connection.scope["path_params"]["name"]
     state.require_model(name)
-    await connection.send(200, encode(_model_card(state, name)))
+    await connection.send_json(_model_card(state, name))
 
 
 async def livez(state: ApiState, connection: Connection) -> None:
@@ -117,7 +116,7 @@ async def metrics(state: ApiState, connection: Connection) -> None:
 
 
 async def show_version(state: ApiState, connection: Connection) -> None:
-    await connection.send(200, encode(Version(version())))
+    await connection.send_json(Version(version()))
 
 
 def _model_card(state: ApiState, name: str) -> dict[str, object]:
@@ -171,4 +170,4 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
 
 async def _send_readiness(connection: Connection, body: Readiness, *, is_good: bool) -> None:
     headers = [] if is_good else [(b"retry-after", b"1")]
-    await connection.send(200 if is_good else 503, encode(body), headers)
+    await connection.send_json(body, status=200 if is_good else 503, headers=headers)

@@ -9,7 +9,6 @@ from msgspec import UNSET, Meta, UnsetType
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
 from api_proc.http.open_requests import MAX_SLOTS, Slot
-from api_proc.openai.objects import encode
 from api_proc.peers.peers import HEAD_TIMEOUT_S
 from api_proc.state import ApiState
 
@@ -70,7 +69,7 @@ async def load(state: ApiState, connection: Connection) -> None:
         num_requests_waiting=stats.num_waiting_reqs,
         kv_cache_usage=stats.kv_cache_usage,
     )
-    await connection.send(200, encode(report))
+    await connection.send_json(report)
 
 
 async def slots(state: ApiState, connection: Connection) -> None:
@@ -82,7 +81,7 @@ async def slots(state: ApiState, connection: Connection) -> None:
     for others in await _ask_others(state, connection, "/slots", list[Slot]):
         found += others
     found.sort(key=lambda slot: -slot.age_s)
-    await connection.send(200, encode(found[:MAX_SLOTS]))
+    await connection.send_json(found[:MAX_SLOTS])
 
 
 async def healthz(state: ApiState, connection: Connection) -> None:
@@ -104,7 +103,7 @@ async def healthz(state: ApiState, connection: Connection) -> None:
     if not report.healthy:
         report.reason = f"{num_unfinished} requests, and no step for {age_s:.0f} s"
     headers = [] if report.healthy else [(b"retry-after", b"1")]
-    await connection.send(200 if report.healthy else 503, encode(report), headers)
+    await connection.send_json(report, status=200 if report.healthy else 503, headers=headers)
 
 
 async def abort_requests(state: ApiState, connection: Connection) -> None:
@@ -114,7 +113,7 @@ async def abort_requests(state: ApiState, connection: Connection) -> None:
     aborted = state.open_requests.abort(body.request_ids)
     for other in await _ask_others(state, connection, "/abort_requests", Aborted, raw):
         aborted += other.aborted
-    await connection.send(200, encode(Aborted(list(dict.fromkeys(aborted)))))
+    await connection.send_json(Aborted(list(dict.fromkeys(aborted))))
 
 
 async def _ask_others(

@@ -193,5 +193,4 @@ class ChatChunk(msgspec.Struct, kw_only=True):
     prompt_progress: PromptProgress | UnsetType = UNSET
 
 
-encode = msgspec.json.Encoder().encode
 DONE_FRAME = b"data: [DONE]\n\n"

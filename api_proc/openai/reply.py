@@ -12,8 +12,7 @@ from api_proc.bodies import SamplingBody
 from api_proc.errors import ApiError
 from api_proc.generation.answer import MakeAnswer
 from api_proc.generation.generation import Generation
-from api_proc.http.connection import Connection
-from api_proc.openai import objects
+from api_proc.http.connection import Connection, encode
 from api_proc.openai.chat_message import plain_delta
 from api_proc.openai.objects import (
     DONE_FRAME,
@@ -99,7 +98,7 @@ class Reply:
         self._begun = {i for i, count in enumerate(num_sent) if count is not None}
         """Sequences that have begun, in this response or an earlier one."""
         self._deltas: dict[int, list[Delta]] = {}
-        head = objects.encode(form.head)
+        head = encode(form.head)
         assert head.endswith(b"]}")
         before, after = form.plain_choice
         usage = b',"usage":null' if self._with_usage else b""
@@ -129,7 +128,7 @@ class Reply:
         is_plain = is_plain and not (is_first and form.echoes_prompt)
         if is_plain and delta.events is None:
             if delta.text:
-                text = objects.encode(delta.text)
+                text = encode(delta.text)
                 index, end = sequence.index, self._plain_end
                 pieces = (self._plain_start, index, self._plain_text, text, end)
                 events.append(b"%b%d%b%b%b" % pieces)
@@ -173,7 +172,7 @@ class Reply:
         answers = [(sequence, join(self._deltas[sequence.index])) for sequence in sequences]
         if self._num_each > self._num_returned:
             answers = self._best(answers)
-        return objects.encode(self._form.whole(answers, self._usage()))
+        return encode(self._form.whole(answers, self._usage()))
 
     def _best(self, answers: list[EndedSequence]) -> list[EndedSequence]:
         """Return the most likely answers to each prompt, renumbered."""
@@ -191,7 +190,7 @@ class Reply:
         if self._with_running_usage if with_usage is None else with_usage:
             usage = self._usage()
         chunk = msgspec.structs.replace(self._form.head, usage=usage, **fields)
-        return b"data: %b\n\n" % objects.encode(chunk)
+        return b"data: %b\n\n" % encode(chunk)
 
     def _usage(self) -> Usage:
         """Count the tokens so far; each prompt counts once."""

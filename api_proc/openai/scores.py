@@ -16,7 +16,6 @@ from api_proc.bodies import MAX_PROMPTS, PromptText
 from api_proc.errors import ApiError, invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai.objects import encode
 from api_proc.openai.pooled import (
     EmbeddingUsage,
     PooledBody,
@@ -154,7 +153,7 @@ async def create_scores(state: ApiState, connection: Connection) -> None:
         data=[Score(index=i, score=score) for i, score in enumerate(scored.scores)],
         usage=scored.usage,
     )
-    await connection.send(200, encode(response))
+    await connection.send_json(response)
 
 
 async def rerank(state: ApiState, connection: Connection) -> None:
@@ -180,7 +179,7 @@ async def rerank(state: ApiState, connection: Connection) -> None:
         usage=scored.usage,
         results=results[: body.top_n or len(results)],
     )
-    await connection.send(200, encode(response))
+    await connection.send_json(response)
 
 
 def _pairs(body: ScoreBody) -> _Pairs:

@@ -16,10 +16,9 @@ from api_proc.bodies import (
     wants_generation_prompt,
 )
 from api_proc.errors import invalid
-from api_proc.http.connection import Connection
+from api_proc.http.connection import Connection, encode
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.logprobs import token_text
-from api_proc.openai.objects import encode
 from api_proc.state import ApiState
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.api_core import ErrorCode
@@ -121,7 +120,7 @@ async def apply_template(state: ApiState, connection: Connection) -> None:
         state.require_model(body.model)
         await turn.rest()
         text = await connection.while_connected(_render(state, body, body.messages))
-    await connection.send(200, encode(Rendered(str(text))))
+    await connection.send_json(Rendered(str(text)))
 
 
 async def _render(
@@ -155,7 +154,7 @@ async def detokenize(state: ApiState, connection: Connection) -> None:
             raise invalid("tokens", message, "token_out_of_range")
         await turn.rest()
         text = await connection.while_connected(state.text.decode(body.tokens))
-    await connection.send(200, encode(Detokenized(text)))
+    await connection.send_json(Detokenized(text))
 
 
 async def _highest(token_ids: list[int], turn: Turn) -> int:
@@ -173,4 +172,4 @@ async def tokenizer_info(state: ApiState, connection: Connection) -> None:
     template = state.text.template
     info = dict(state.text.tokenizer_config) | dict(state.text.tokenizer.special_tokens)
     info["chat_template"] = None if template is None else template.source
-    await connection.send(200, encode(info))
+    await connection.send_json(info)

@@ -103,7 +103,7 @@ async def engine(state: ApiState, connection: Connection) -> None:
         else msgspec.convert(status.stats, EngineLoad, from_attributes=True),
         load_age_s=None if status is None else now - state.client.last_status_time,
     )
-    await connection.send(200, msgspec.json.encode(view), ((b"cache-control", b"no-store"),))
+    await connection.send_json(view, headers=((b"cache-control", b"no-store"),))
 
 
 def _file(path: Path) -> Handler:

@@ -14,7 +14,7 @@ PeerRoute = tuple[str, str, Callable[[ApiState, Connection], Awaitable[None]]]
 
 async def gauges(state: ApiState, connection: Connection) -> None:
     """GET /peer/gauges: of this process."""
-    await connection.send(200, msgspec.json.encode(state.gauges()))
+    await connection.send_json(state.gauges())
 
 
 async def sum_of_gauges(state: ApiState) -> dict[str, float]:

@@ -8,7 +8,6 @@ from api_proc.generation.serving import GenerationApi
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import Turn
 from api_proc.openai.chat import CHAT, tokenize_chat
-from api_proc.openai.objects import encode
 from api_proc.openai.token_routes import MAX_TOKENS
 from api_proc.responses.body import ResponseDecoder, ResponsesChat, renamed
 from api_proc.responses.history import earlier_turns, items_of
@@ -149,4 +148,4 @@ async def _count_input(state: ApiState, connection: Connection) -> None:
             facts = msgspec.structs.replace(facts, max_model_len=limit)
         await turn.rest()
         [prompt] = await connection.while_connected(_with_earlier_turns(state, body, facts))
-    await connection.send(200, encode(InputTokens(len(prompt.token_ids))))
+    await connection.send_json(InputTokens(len(prompt.token_ids)))

@@ -14,7 +14,7 @@ from api_proc.chat.events import (
     merged,
 )
 from api_proc.chat.events import Event as ChatEvent
-from api_proc.openai.objects import encode
+from api_proc.http.connection import encode
 from api_proc.responses.events import (
     CallArgumentsDelta,
     CallArgumentsDone,

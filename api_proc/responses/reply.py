@@ -9,9 +9,8 @@ from api_proc.chat.events import ContentDelta, ToolCallEnd, ToolCallStart
 from api_proc.chat.events import Event as ChatEvent
 from api_proc.errors import ApiError
 from api_proc.generation.generation import Generation
-from api_proc.http.connection import Connection
+from api_proc.http.connection import Connection, encode
 from api_proc.openai.logprobs import chat_logprobs
-from api_proc.openai.objects import encode
 from api_proc.responses.body import ResponsesBody, ResponsesChat, renamed
 from api_proc.responses.events import (
     CallArgumentsDelta,

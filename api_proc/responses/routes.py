@@ -8,7 +8,6 @@ import msgspec
 
 from api_proc.errors import ApiError, invalid, unsupported
 from api_proc.http.connection import Connection
-from api_proc.openai.objects import encode
 from api_proc.peers.forwarding import forward_to_owner
 from api_proc.peers.sums import PeerRoute
 from api_proc.responses.history import (
@@ -66,7 +65,7 @@ async def delete_response(state: ApiState, connection: Connection) -> None:
     await find_response(state, response_id)
     if not await state.stored_responses.delete(response_id):  # a predecessor still has it
         raise response_not_found(state, response_id)
-    await connection.send(200, encode(Deleted(id=response_id)))
+    await connection.send_json(Deleted(id=response_id))
 
 
 async def cancel_response(state: ApiState, connection: Connection) -> None:
@@ -112,7 +111,7 @@ async def list_input_items(state: ApiState, connection: Connection) -> None:
         last_id=shown[-1].id if shown else None,
         has_more=len(shown) < len(items),
     )
-    await connection.send(200, encode(listed))
+    await connection.send_json(listed)
 
 
 async def stored_response(state: ApiState, connection: Connection) -> None:
