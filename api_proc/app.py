@@ -31,16 +31,18 @@ from api_proc.http.middleware import (
     RequestIdMiddleware,
     cors_middleware,
 )
-from api_proc.openai import admin_routes, info_routes, load_routes, scores, token_routes
+from api_proc.openai import token_routes
 from api_proc.openai.chat import CHAT
-from api_proc.openai.classify import classify
 from api_proc.openai.completions import COMPLETIONS
-from api_proc.openai.embeddings import create_embeddings
 from api_proc.openai.generate import GENERATE, generate
 from api_proc.openai.invocations import invoke
+from api_proc.operation import admin_routes, info_routes, load_routes
 from api_proc.page import routes as page
 from api_proc.peers import sums
 from api_proc.peers.forwarding import is_foreign
+from api_proc.pooling import scores
+from api_proc.pooling.classify import classify
+from api_proc.pooling.embeddings import create_embeddings
 from api_proc.responses import routes as response_routes
 from api_proc.responses.create import RESPONSES, count_input, create_response
 from api_proc.resumption.sessions import Sessions

@@ -23,14 +23,15 @@ from api_proc.bodies import (
 from api_proc.http.connection import Connection
 from api_proc.http.middleware import OPEN_PATHS
 from api_proc.http.open_requests import Slot
-from api_proc.openai import admin_routes as admin
-from api_proc.openai import info_routes as info
-from api_proc.openai import load_routes, objects, token_routes
-from api_proc.openai.classify import ClassificationList, ClassifyBody
-from api_proc.openai.embeddings import EmbeddingBody, EmbeddingList
+from api_proc.openai import objects, token_routes
 from api_proc.openai.generate import GenerateBody, Generated
 from api_proc.openai.invocations import InvocationBody
-from api_proc.openai.scores import RerankBody, Reranking, ScoreBody, ScoreList
+from api_proc.operation import admin_routes as admin
+from api_proc.operation import info_routes as info
+from api_proc.operation import load_routes
+from api_proc.pooling.classify import ClassificationList, ClassifyBody
+from api_proc.pooling.embeddings import EmbeddingBody, EmbeddingList
+from api_proc.pooling.scores import RerankBody, Reranking, ScoreBody, ScoreList
 from api_proc.responses.body import ResponsesBody
 from api_proc.responses.events import ResponseEvent
 from api_proc.responses.objects import Deleted, InputTokens, Response

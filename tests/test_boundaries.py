@@ -30,7 +30,7 @@ SUBPACKAGES = {
     "protocol": ["config", "stores", "transport", "process", "client"],
     "api_proc": [
         *("chat", "text", "resumption", "http", "peers", "adapters", "generation"),
-        *("openai", "responses", "anthropic", "page", "llm"),
+        *("pooling", "openai", "responses", "anthropic", "operation", "page", "llm"),
     ],
     "core_proc": ["kv", "scheduling", "recovery", "outputs", "preparation", "links"],
     "worker_proc": [

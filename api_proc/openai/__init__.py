@@ -1,1 +1,1 @@
-"""The routes: OpenAI's API with vLLM's extensions."""
+"""OpenAI's chats and completions with vLLM's extensions, and tokens as text."""

@@ -7,6 +7,7 @@ import msgspec
 
 from api_proc.bodies import CompletionBody
 from api_proc.errors import invalid
+from api_proc.generation.prompt_items import prompt_items
 from api_proc.generation.serving import GenerationApi
 from api_proc.http.json_body import BodyDecoder
 from api_proc.openai.logprobs import (
@@ -16,7 +17,6 @@ from api_proc.openai.logprobs import (
     token_text_of,
 )
 from api_proc.openai.objects import Completion, CompletionChoice, CompletionLogprobs, Usage
-from api_proc.openai.prompt_items import prompt_items
 from api_proc.openai.reply import chunk_answers
 from api_proc.params import truncated_length
 from api_proc.state import ApiState

@@ -6,10 +6,10 @@ from api_proc.errors import invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.chat import CHAT
-from api_proc.openai.classify import classify
 from api_proc.openai.completions import COMPLETIONS
-from api_proc.openai.embeddings import create_embeddings
-from api_proc.openai.scores import create_scores, rerank
+from api_proc.pooling.classify import classify
+from api_proc.pooling.embeddings import create_embeddings
+from api_proc.pooling.scores import create_scores, rerank
 from api_proc.state import ApiState
 
 _BY_FIELD = {

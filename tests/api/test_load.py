@@ -4,7 +4,7 @@ import time
 
 import httpx
 
-from api_proc.openai.load_routes import STUCK_AFTER_S
+from api_proc.operation.load_routes import STUCK_AFTER_S
 from protocol.api_core import EngineState, EngineStats, PauseMode, Status
 from protocol.client.async_client import _shows_progress
 from tests.api.conftest import MakeServer

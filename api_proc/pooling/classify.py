@@ -8,7 +8,7 @@ import msgspec
 from api_proc.errors import ApiError
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.pooled import (
+from api_proc.pooling.pooled import (
     EmbeddingUsage,
     PooledBody,
     PooledPrompt,
@@ -17,7 +17,7 @@ from api_proc.openai.pooled import (
     kept_length,
     usage_of,
 )
-from api_proc.openai.scores import Texts
+from api_proc.pooling.scores import Texts
 from api_proc.state import ApiState
 from api_proc.text.label_config import label_config
 from api_proc.text.tokenizer import EncodeOptions

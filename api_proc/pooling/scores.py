@@ -16,7 +16,7 @@ from api_proc.bodies import MAX_PROMPTS, PromptText
 from api_proc.errors import ApiError, invalid
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
-from api_proc.openai.pooled import (
+from api_proc.pooling.pooled import (
     EmbeddingUsage,
     PooledBody,
     PooledPrompt,

@@ -10,9 +10,10 @@ from msgspec import Meta
 
 from api_proc.bodies import MAX_PROMPTS, PromptItems, PromptText
 from api_proc.errors import invalid
+from api_proc.generation.prompt_items import prompt_items
 from api_proc.http.connection import Connection, encode
 from api_proc.http.json_body import BodyDecoder
-from api_proc.openai.pooled import (
+from api_proc.pooling.pooled import (
     AT_ONCE,
     EmbeddingUsage,
     PooledBody,
@@ -23,7 +24,6 @@ from api_proc.openai.pooled import (
     require_vectors,
     usage_of,
 )
-from api_proc.openai.prompt_items import prompt_items
 from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long

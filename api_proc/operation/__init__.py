@@ -1,0 +1,1 @@
+"""Routes for operators: health, metrics, load, open requests, pauses and sleeps."""

@@ -1,0 +1,1 @@
+"""Routes for vectors, scores and labels, which the worker pools from hidden states."""
