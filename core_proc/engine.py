@@ -190,6 +190,7 @@ class EngineCore:
         return self._owners.take_outgoing()
 
     def schedule(self) -> SchedulerOutput | None:
+        """Decide the next step; None if there are no workers, or nothing is to be sent now."""
         running = self._with_workers
         return None if running is None else running.schedule()
 
@@ -209,7 +210,7 @@ class EngineCore:
         return [] if running is None else running.take_adapters()
 
     def answered(self, answer: RankAnswer) -> None:
-        """Handle the joined answer of all ranks to one of these messages."""
+        """Handle the joined answer of all ranks about a grammar, an adapter or blocks."""
         if self.running is None:
             raise InvalidWorkerOutput(f"{type(answer).__name__} came before anything was asked for")
         self.running.answered(answer)
@@ -221,6 +222,7 @@ class EngineCore:
         return running is not None and running.pausing.is_sleep_due
 
     def sleep_sent(self) -> None:
+        """Note that the workers were sent `Sleep`, which answers the clients that wait for it."""
         if self.running is not None:
             self.running.pausing.sleep_sent()
 

@@ -22,6 +22,7 @@ class Owner:
 
 
 def owner_of(request: Request) -> Owner:
+    """Return the owner of a request of a client; the quarantine's own request has none."""
     owner = request.owner
     assert isinstance(owner, Owner)
     return owner

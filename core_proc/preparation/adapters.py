@@ -77,7 +77,8 @@ class _Entry:
     waiting: list[_Row] = field(default_factory=list)
     """Requests for its next turn: a heap. Some of them may have ended."""
     is_cut: bool = False
-    """Another adapter waits, and what its turn may not take any more waits for the next one."""
+    """Whether its turn was limited because another adapter waits; the requests beyond the limit
+    wait for its next turn."""
     callers: list[tuple[Client, int]] = field(default_factory=list)
     """Clients that await the load, each with the number of its control."""
     used_at: int = 0
@@ -112,12 +113,12 @@ class Adapters:
         num_kept: int,
         num_taken: int,
     ) -> None:
-        """Take the limits.
+        """Begin without adapters.
 
         Args:
-            scheduler: has the requests.
-            trials: which adapters killed workers.
-            done: called when a control has ended.
+            scheduler: the scheduler whose requests name adapters.
+            trials: the record of adapters that killed workers.
+            done: is called when a control has ended.
             max_loras: maximum number of adapters whose requests run at a time.
             num_kept: maximum number of adapters that workers hold.
             num_taken: maximum number of requests in a turn for which another adapter waits.

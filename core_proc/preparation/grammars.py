@@ -233,4 +233,5 @@ class Grammars:
 
 
 def account_of(request: Request) -> Account:
+    """Return the account in whose turns the grammar of a request is sent."""
     return Account(request.origin, request.tenant)
