@@ -326,6 +326,8 @@ MANY_OBJECTS = 200_000
 LONGEST = [
     *("remote_blocks", "offload", "lora", "resumption"),
     *("hangs", "recurrent", "chaos", "stages"),
+    *("parity", "divided_states", "resume", "hub_start"),
+    *("simulation", "scale", "soak", "boundaries"),
 ]
 """Files that come first, so that no process is left with a long one at the end."""
 
