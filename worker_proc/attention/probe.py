@@ -60,6 +60,8 @@ class ProbedModel:
     """The number of logits for each row; some models omit those of padding tokens."""
     masked_length: int | None = None
     """The longest text in which no key bias hides a token; None: there are no key biases."""
+    cached_length: int | None = None
+    """The longest text of which transformers' cache keeps all that attention sees; None: any."""
     row_shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
     """The row shapes that modules with 2-D matrices take, by name, without the text dimensions."""
     argument_shapes: dict[str, dict[str, tuple[int, ...]]] = field(default_factory=dict)

@@ -56,11 +56,12 @@ def stated_length(text_config: PretrainedConfig, max_model_len: int | None) -> i
     return min(_scaled_lengths(text_config, stated, max_model_len or 0))
 
 
-def certain_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> int | None:
+def cached_length(config: PretrainedConfig, layers: Collection[LayerSpec]) -> int | None:
     """Return the longest text that transformers computes alike with and without a cache.
 
     None: any length. A cache drops tokens that the sliding windows of config.json have passed. If
     attention has no such window (Moshi), results for longer texts depend on how they are chunked.
+    The model's code must have been imported: it may register types of cache layers (DeepSeek-V4).
     """
     known = {spec.compressed.window if spec.compressed else spec.window for spec in layers}
     cached = (

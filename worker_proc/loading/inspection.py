@@ -8,6 +8,7 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -27,7 +28,7 @@ from worker_proc.errors import (
 )
 from worker_proc.kv.kv_tensors import format_sizes
 from worker_proc.loading.checkpoint import DTYPES, check_config_files, describe_rejection
-from worker_proc.loading.context import certain_length, context_length
+from worker_proc.loading.context import cached_length, context_length
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.frequencies import fix_frequencies
 from worker_proc.loading.host_limits import available_memory
@@ -145,17 +146,11 @@ def _inspect(
     )
     model_len -= probed.position_offset
     model_len = min(model_len, modules.max_seq_length or model_len)
-    if kind is ModelKind.GENERATES:
-        specs = [layer.spec for layer in probed.layers]
-        certain = certain_length(config, specs)
-        if certain is not None and certain < model_len:
-            model_len = certain
-            _log.info(
-                "the context is %d tokens at most: transformers' cache keeps as many"
-                " (sliding_window), and attention sees all",
-                model_len,
-            )
     for length, reason in (
+        (
+            probed.cached_length,
+            "transformers' cache keeps as many (sliding_window), and attention sees all",
+        ),
         (
             probed.indexed_length,
             "its indexers choose all of them, and sparse attention beyond is not computed",
@@ -183,7 +178,12 @@ def _probe(directory: str, config: PretrainedConfig) -> ProbedModel:
     num_row_layers = sum(layer_type in _ROW_LAYER_TYPES for layer_type in layer_types)
     has_output_layer = model_kind(config) is ModelKind.GENERATES
     num_layers = text_config.num_hidden_layers - num_row_layers
-    return probe_model(model, num_layers, has_output_layer=has_output_layer)
+    probed = probe_model(model, num_layers, has_output_layer=has_output_layer)
+    if not has_output_layer:
+        return probed
+    # The model's code, which a later start does not import, registers its types of cache layers.
+    length = cached_length(config, [layer.spec for layer in probed.layers])
+    return replace(probed, cached_length=length)
 
 
 def build_skeleton(directory: str, config: PretrainedConfig) -> PreTrainedModel:

@@ -3,20 +3,24 @@
 import os
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
+from transformers.cache_utils import DYNAMIC_LAYER_TYPE_MAPPING
 
 from protocol.config import EngineConfig, KVCacheDtype, ParallelConfig, Quantization
 from protocol.sampling import SamplingParams
 from tests.worker.bitwise import engine_config
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.compressed_models import DEEPSEEK_V4
 from tests.worker.driving import drive
 from worker_proc.loading import inspection
 from worker_proc.loading.proofs import Proofs
+from worker_proc.loading.start_cache import StartCache
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fused
 from worker_proc.modules import quantization as quantization_settings
@@ -87,6 +91,26 @@ def test_a_second_start_proves_nothing_and_computes_the_same(
     params = SamplingParams(max_tokens=12)
     expected = drive(first, PROMPTS, params).output_token_ids
     assert drive(second, PROMPTS, params).output_token_ids == expected
+
+
+def test_a_second_start_needs_no_types_of_layers_that_the_models_code_registers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It inspects the model before it imports this code."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = DEEPSEEK_V4.config()
+    config.save_pretrained(tmp_path)
+    proofs = StartCache("proofs", [b"of a test"])
+    inspect = partial(
+        inspection.inspect_config, str(tmp_path), "float32", torch.device("cpu"), proofs
+    )
+    first = inspect()
+    own = {*config.layer_types} - {"sliding_attention"}
+    for layer_type in own:
+        monkeypatch.delitem(DYNAMIC_LAYER_TYPE_MAPPING, layer_type)
+    second = inspect()
+    assert (second.probed, second.model_len) == (first.probed, first.model_len)
+    assert own
 
 
 @pytest.mark.parametrize("quantization", Quantization)
