@@ -175,8 +175,8 @@ class NativeBackend:
         size = self._block_size
         tables = {segment: parts[segment].request.block_tables[group] for segment in singles}
         per_thread = len(singles) * self._num_kv_heads // torch.get_num_threads()
-        most = max(1, min(PAIR_ROWS // self._heads_per_kv_head, per_thread))
-        groups, alone = group_by_prefix(tables, most, -(-PAIR_SPAN // size))
+        max_members = max(1, min(PAIR_ROWS // self._heads_per_kv_head, per_thread))
+        groups, alone = group_by_prefix(tables, max_members, -(-PAIR_SPAN // size))
         shared = []
         for members, num_blocks in groups:
             starts = [parts[segment].start for segment in members]

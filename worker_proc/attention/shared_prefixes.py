@@ -60,11 +60,11 @@ def _take_group(
     return PrefixGroup(members, num_blocks if len(members) > 1 else 0)
 
 
-def _num_common(first: Sequence[int], second: Sequence[int], most: int) -> int:
-    """Return the length of the common prefix of two lists, at most `most`."""
-    if first[:most] == second[:most]:
-        return min(most, len(first), len(second))
-    low, high = 0, min(most, len(first), len(second))
+def _num_common(first: Sequence[int], second: Sequence[int], max_length: int) -> int:
+    """Return the length of the common prefix of two lists, at most `max_length`."""
+    if first[:max_length] == second[:max_length]:
+        return min(max_length, len(first), len(second))
+    low, high = 0, min(max_length, len(first), len(second))
     while low < high:
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:

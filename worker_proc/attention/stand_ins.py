@@ -262,7 +262,7 @@ def _where(mask: Any, stand_in: Any, value: Any) -> StandIn:
     return _masked(stand_in, mask)
 
 
-def _bounded(stand_in: Any, least: Any) -> StandIn:
+def _bounded(stand_in: Any, minimum: Any) -> StandIn:
     """Return the scores unchanged: they are already above the least number of their type."""
     return _scores(stand_in, "bounds")
 

@@ -71,9 +71,9 @@ class Tiles(NamedTuple):
 def choose_tiles(spec: LayerSpec, dtype: torch.dtype) -> Tiles:
     """Return tiles that fit in a program's shared memory: narrow tiles for wide rows."""
     narrowing = (max(spec.head_dim, spec.value_head_dim) > WIDE_DIM) + (dtype == torch.float32)
-    least = max(MIN_TILE, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
+    min_rows = max(MIN_TILE, triton.next_power_of_2(spec.num_heads // spec.num_kv_heads))
     prefill_rows = PREFILL_ROWS // 2 if narrowing == 2 else PREFILL_ROWS
-    return Tiles(least, max(prefill_rows, least), MAX_TILE_KEYS >> narrowing)
+    return Tiles(min_rows, max(prefill_rows, min_rows), MAX_TILE_KEYS >> narrowing)
 
 
 def store(paged: PagedStep, key: torch.Tensor, value: torch.Tensor) -> None:
@@ -152,7 +152,7 @@ def attend(
             scoring.softcap or 0.0,
             IS_DECODE=is_decode,
             IS_SPLIT=is_split,
-            LEAST_TOKENS=1 if is_batch_invariant else 2,
+            MIN_TOKENS=1 if is_batch_invariant else 2,
             HAS_WHOLE_TILES=has_whole_tiles,
             TILE_ROWS=tile_rows,
             TILE_TOKENS=1 if is_decode else tile_rows // group,

@@ -418,7 +418,7 @@ def attend_kernel(
     HAS_SINKS: tl.constexpr,
     IS_DECODE: tl.constexpr,
     IS_SPLIT: tl.constexpr,
-    LEAST_TOKENS: tl.constexpr,  # fewest tokens of a part that prefill tiles compute
+    MIN_TOKENS: tl.constexpr,  # fewest tokens of a part that prefill tiles compute
     HAS_WHOLE_TILES: tl.constexpr,  # a separate loop for keys that all queries see; may change bits
     TILE_ROWS: tl.constexpr,
     TILE_TOKENS: tl.constexpr,
@@ -434,7 +434,7 @@ def attend_kernel(
     if IS_DECODE:
         is_mine = num_tokens == 1
     else:
-        is_mine = (num_tokens >= LEAST_TOKENS) & (first_token < num_tokens)
+        is_mine = (num_tokens >= MIN_TOKENS) & (first_token < num_tokens)
     if is_mine:
         start = tl.load(starts + part)
         token, head, is_row = rows_of_tile(

@@ -28,9 +28,9 @@ _log = logging.getLogger("troika.worker")
 
 def padded_sizes(max_num_seqs: int) -> list[int]:
     """Return the sizes for steps of up to `max_num_seqs` requests, at most MAX_SIZE."""
-    most = min(max_num_seqs, MAX_SIZE)
+    max_size = min(max_num_seqs, MAX_SIZE)
     sizes = [*SMALL_SIZES, *range(SMALL_SIZES[-1] + SIZE_STEP, MAX_SIZE + 1, SIZE_STEP)]
-    return sizes[: bisect_left(sizes, most) + 1]
+    return sizes[: bisect_left(sizes, max_size) + 1]
 
 
 class StaticDecode:

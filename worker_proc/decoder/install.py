@@ -263,7 +263,7 @@ def _best_settings(
     executor: LayerExecutor, layer: Any, call: LayerCall, scoring: Scoring
 ) -> LayerSettings | None:
     """Return the settings that come closest to a module's results; None: none is close enough."""
-    best, least = None, MAX_ERROR[call.hidden.dtype]
+    best, min_error = None, MAX_ERROR[call.hidden.dtype]
     trials = list(_trials(call))
     # Attention rounds differently from the module, which may send a row to another expert. Since
     # the mixture itself is proven (modules/fused.py), only the typical row counts here.
@@ -275,8 +275,8 @@ def _best_settings(
             _error(stack, call, hidden, expected, is_typical=is_mixture)
             for hidden, expected in trials
         )
-        if error < least:
-            best, least = settings, error
+        if error < min_error:
+            best, min_error = settings, error
         if error == 0.0:
             break
     return best

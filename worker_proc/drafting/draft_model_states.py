@@ -94,8 +94,8 @@ class DraftModelStates:
         held = self._held[req_id]
         source = held.get(start, NULL_BLOCK)
         kept = min(stop, num_slots)
-        least = sorted({kept, stop} - {start})
-        positions = [*least, *range(stop + 1, stop + num_drafts)]
+        required = sorted({kept, stop} - {start})
+        positions = [*required, *range(stop + 1, stop + num_drafts)]
         blocks = []
         if source != NULL_BLOCK and kept > start:
             del held[start]
@@ -105,12 +105,12 @@ class DraftModelStates:
                 self._used.append(source)
         while len(blocks) < len(positions) and (block_id := self._allocate()) is not None:
             blocks.append(block_id)
-        if len(blocks) < len(least):
+        if len(blocks) < len(required):
             self._give_back(held, start, source, blocks)
             return None
         path = dict(zip(positions, blocks, strict=False))
         held |= path
-        return StatePath(source, path, min(num_drafts, 1 + len(blocks) - len(least)))
+        return StatePath(source, path, min(num_drafts, 1 + len(blocks) - len(required)))
 
     def _give_back(
         self, held: dict[int, int], start: int, source: int, blocks: Sequence[int]

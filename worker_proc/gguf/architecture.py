@@ -110,7 +110,7 @@ class Architecture(NamedTuple):
 def before_drafts(metadata: Metadata) -> int:
     """Return the layers before those that draft tokens."""
     count = metadata.integer("block_count")
-    num_drafts = metadata.integer(_DRAFTS, 0, least=0)
+    num_drafts = metadata.integer(_DRAFTS, 0, min_value=0)
     if num_drafts >= count:
         raise metadata.unsupported(_DRAFTS, f"less than {count}, the number of all layers")
     return count - num_drafts
@@ -201,8 +201,8 @@ def window_layers(metadata: Metadata, interval: int, count: int | None = None) -
 def routed(metadata: Metadata) -> Config:
     """Return what mixtures with shared experts have, as DeepSeek names it."""
     num_experts = metadata.integer("expert_count")
-    num_groups = metadata.integer(_GROUPS, 0, least=0) or 1
-    num_used = metadata.integer(_USED_GROUPS, 0, least=0) or 1
+    num_groups = metadata.integer(_GROUPS, 0, min_value=0) or 1
+    num_used = metadata.integer(_USED_GROUPS, 0, min_value=0) or 1
     if num_experts % num_groups:
         raise metadata.unsupported(_GROUPS, f"a number that divides {num_experts} experts")
     if num_used > num_groups:
@@ -212,7 +212,7 @@ def routed(metadata: Metadata) -> Config:
         "n_routed_experts": num_experts,
         "n_shared_experts": metadata.integer("expert_shared_count"),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0, least=0),
+        "first_k_dense_replace": metadata.integer("leading_dense_block_count", 0, min_value=0),
         "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
         "norm_topk_prob": metadata.flag(NORMALIZED, default=False),
         "n_group": num_groups,

@@ -110,7 +110,7 @@ def _token_ids(header: Header) -> Config:
 
 def _check_num_layers(header: Header) -> None:
     """Raise CheckpointError for more layers than there are tensors: lists have a value for each."""
-    count = Metadata(header).integer("block_count", 0, least=0)
+    count = Metadata(header).integer("block_count", 0, min_value=0)
     if count > len(header.tensors):
         raise CheckpointError(
             f"{header.path}: {header.architecture}.block_count is {count}, and there are only"

@@ -164,7 +164,7 @@ def _phi3(metadata: Metadata, file: MappedFiles) -> Config:
     rope = rope_parameters(metadata, file)
     rope["partial_rotary_factor"] = metadata.rotated_share(size)
     length = metadata.integer("context_length")
-    window = metadata.integer("attention.sliding_window", 0, least=0)
+    window = metadata.integer("attention.sliding_window", 0, min_value=0)
     return {
         "rope_parameters": rope,
         "original_max_position_embeddings": rope.get("original_max_position_embeddings", length),

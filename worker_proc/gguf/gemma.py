@@ -78,7 +78,7 @@ def _local_rope(metadata: Metadata) -> Config:
 
 def _embeddings_of_layers(metadata: Metadata, file: MappedFiles) -> Config:
     """Return the sizes of the embeddings that each layer has of its own; 0: it has none."""
-    size = metadata.integer(_PER_LAYER, 0, least=0)
+    size = metadata.integer(_PER_LAYER, 0, min_value=0)
     table = file.header.tensors.get("per_layer_token_embd.weight")
     rows = {} if table is None else {"vocab_size_per_layer_input": table.shape[0]}
     return {"hidden_size_per_layer_input": size} | rows
@@ -88,7 +88,7 @@ def _own_layers(metadata: Metadata) -> int:
     """Return the layers of Gemma-3n that have keys and values of their own."""
     count = metadata.integer("block_count")
     usual = max(count - _GEMMA3N_OWN_LAYERS, 0)
-    return count - metadata.integer(_SHARED_LAYERS, usual, least=0)
+    return count - metadata.integer(_SHARED_LAYERS, usual, min_value=0)
 
 
 def _sparsity(metadata: Metadata, count: int) -> list[float]:
@@ -108,7 +108,7 @@ def _gemma3n(metadata: Metadata, file: MappedFiles) -> Config:
         "sliding_window": metadata.integer(WINDOW),
         "final_logit_softcapping": metadata.number_or_none("final_logit_softcapping", 30.0),
         "num_kv_shared_layers": count - _own_layers(metadata),
-        "altup_active_idx": metadata.integer("altup.active_idx", 0, least=0),
+        "altup_active_idx": metadata.integer("altup.active_idx", 0, min_value=0),
         "altup_num_inputs": metadata.integer("altup.num_inputs", 4),
         "laurel_rank": 0 if laurel is None else laurel.shape[0],
         "activation_sparsity_pattern": _sparsity(metadata, count),
@@ -157,7 +157,7 @@ def _gemma4(metadata: Metadata, file: MappedFiles) -> Config:
             raise metadata.unsupported(key, str(expected))
     heads = metadata.per_layer(KV_HEADS, count)
     widths = metadata.per_layer("feed_forward_length", count)
-    num_shared = metadata.integer(_SHARED_LAYERS, 0, least=0)
+    num_shared = metadata.integer(_SHARED_LAYERS, 0, min_value=0)
     full = [number for number in range(count - num_shared) if kinds[number] == "full_attention"]
     has_values = [f"blk.{number}.attn_v.weight" in file.header.tensors for number in full]
     config = {
@@ -204,7 +204,7 @@ def _gemma3n_unused(metadata: Metadata) -> frozenset[str]:
 
 def _gemma4_unused(metadata: Metadata) -> frozenset[str]:
     count = metadata.integer("block_count")
-    return _unused_keys(count - metadata.integer(_SHARED_LAYERS, 0, least=0), count)
+    return _unused_keys(count - metadata.integer(_SHARED_LAYERS, 0, min_value=0), count)
 
 
 _FOUR_NORMS = {

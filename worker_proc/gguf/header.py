@@ -192,9 +192,9 @@ class _Reader:
             raise self._error(f"it ends within its header, at {what}: it is truncated")
         raise self._error(f"its header has more than {_MAX_HEADER_BYTES} bytes, at {what}")
 
-    def _bound(self, what: str, count: int, most: int) -> None:
-        if count > most:
-            raise self._error(f"it states {count} {what}, and at most {most} are read")
+    def _bound(self, what: str, count: int, max_count: int) -> None:
+        if count > max_count:
+            raise self._error(f"it states {count} {what}, and at most {max_count} are read")
 
     def _error(self, text: str) -> CheckpointError:
         return CheckpointError(f"{self._path}: {text}")

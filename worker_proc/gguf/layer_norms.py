@@ -56,7 +56,7 @@ def _gpt2(metadata: Metadata, file: MappedFiles) -> Config:
 
 def _starcoder(metadata: Metadata, file: MappedFiles) -> Config:
     check_head_size(metadata)
-    if metadata.integer(KV_HEADS, 0, least=0) != 1:
+    if metadata.integer(KV_HEADS, 0, min_value=0) != 1:
         raise metadata.unsupported(KV_HEADS, "1")
     return {
         "n_inner": metadata.integer(_WIDTH),

@@ -72,7 +72,7 @@ def _granitehybrid(metadata: Metadata, file: MappedFiles) -> Config:
     """Return what Granite-4 has; those with layers of Mamba-2 have no rotary embedding."""
     tensors = file.header.tensors
     heads = metadata.per_layer(KV_HEADS, metadata.integer("block_count"))
-    has_experts = metadata.integer("expert_count", 0, least=0) > 0
+    has_experts = metadata.integer("expert_count", 0, min_value=0) > 0
     shared = tensors.get("blk.0.ffn_up_shexp.weight" if has_experts else "blk.0.ffn_up.weight")
     is_rotated = metadata.flag(FINETUNED, default=True)
     return {
@@ -82,8 +82,8 @@ def _granitehybrid(metadata: Metadata, file: MappedFiles) -> Config:
         "mamba_expand": _expansion(metadata),
         "layer_types": ["full_attention" if one else _STATE for one in heads],
         "position_embedding_type": "rope" if is_rotated else None,
-        "num_local_experts": metadata.integer("expert_count", 0, least=0),
-        "num_experts_per_tok": metadata.integer("expert_used_count", 0, least=0),
+        "num_local_experts": metadata.integer("expert_count", 0, min_value=0),
+        "num_experts_per_tok": metadata.integer("expert_used_count", 0, min_value=0),
         "shared_intermediate_size": 0 if shared is None else shared.shape[0],
         "attention_bias": _has_any(file, "attn_q.bias"),
     }
@@ -129,7 +129,7 @@ def _nemotron_h(metadata: Metadata, file: MappedFiles) -> Config:
 
 def _nemotron_experts(metadata: Metadata) -> Config:
     shared = metadata.integer("expert_shared_feed_forward_length")
-    latent = metadata.integer("moe_latent_size", 0, least=0)
+    latent = metadata.integer("moe_latent_size", 0, min_value=0)
     return {
         **used_experts(metadata),
         "n_routed_experts": metadata.integer("expert_count"),

@@ -25,7 +25,7 @@ class Metadata:
         self._read.add(key)
         return self.header.metadata.get(f"{self.header.architecture}.{key}")
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def integer(self, key: str, default: int | None = None, *, min_value: int = 1) -> int:
         """Return a size; one that is stated for each layer must be the same for all of them.
 
         A 0 is that of layers that have none.
@@ -36,9 +36,9 @@ class Metadata:
         if isinstance(value, list):
             raise self.unsupported(key, "one value for all layers")
         value = default if value is None else value
-        if isinstance(value, int) and value is not True and least <= value <= _MAX_SIZE:
+        if isinstance(value, int) and value is not True and min_value <= value <= _MAX_SIZE:
             return value
-        raise self._error(key, value, f"a whole number from {least} on")
+        raise self._error(key, value, f"a whole number from {min_value} on")
 
     def per_layer(self, key: str, count: int) -> list[int]:
         """Return a size for each of the first `count` layers; 0: a layer has none."""

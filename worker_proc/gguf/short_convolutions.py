@@ -44,7 +44,7 @@ def _lfm2moe(metadata: Metadata, file: MappedFiles) -> Config:
         **used_experts(metadata),
         "num_experts": metadata.integer("expert_count"),
         "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
-        "num_dense_layers": metadata.integer("leading_dense_block_count", 0, least=0),
+        "num_dense_layers": metadata.integer("leading_dense_block_count", 0, min_value=0),
         "routed_scaling_factor": metadata.number_or_none("expert_weights_scale") or 1.0,
         "norm_topk_prob": metadata.flag(NORMALIZED, default=True),
         "use_expert_bias": any("exp_probs_b" in name for name in file.header.tensors),

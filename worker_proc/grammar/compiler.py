@@ -34,7 +34,6 @@ _REGEX_REPORT = re.compile(
 """Matches the regular expression, the mark below the faulty place, and the reason."""
 _SHOWN_CHARS = 40
 """Number of characters of a regular expression shown on each side of that place."""
-_PLACE = re.compile(r"^at \d+\(\d+\): ")
 _DETAILS_HIDDEN = "\n<non-verbose/>"
 """Replaces the state of the parser, which `verbose_errors` would show."""
 _SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)

@@ -21,7 +21,7 @@ _CONFIG_DTYPES = (*DTYPES, "float64")
 _STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
 INDEX_DTYPES = frozenset({"I64", "BOOL"})
 """Dtypes of buffers with indices and choices, for example in vision towers; weights have others."""
-_LEAST: dict[str, int] = {
+_MIN_VALUES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"), 1),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1),
     **dict.fromkeys(("max_position_embeddings", "n_positions"), 2),
@@ -57,8 +57,8 @@ def _require(holds: bool, path: Path, key: str, value: object, expected: str) ->
         raise CheckpointError(f"{path}: {key} is {json.dumps(value)[:100]}, and must be {expected}")
 
 
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+def _is_int(value: object, min_value: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= min_value
 
 
 def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
@@ -66,9 +66,9 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
         _require(holds, path, prefix + key, section[key], expected)
 
     rotated = {"head_dim": 0} if section.get("kv_lora_rank") else {}  # latent attention may not be
-    for key, least in (_LEAST | rotated).items():
+    for key, min_value in (_MIN_VALUES | rotated).items():
         if section.get(key) is not None:
-            require(_is_int(section[key], least), key, f"an integer of at least {least}")
+            require(_is_int(section[key], min_value), key, f"an integer of at least {min_value}")
     found = (section.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))
     num_heads = next(filter(None, found), None) or 1
     if num_heads % (section.get("num_key_value_heads") or 1):

@@ -98,10 +98,10 @@ def group_without_window(groups: Sequence[KVGroup]) -> int:
 
 def describe_speculation(config: EngineConfig) -> str:
     """Describe the source of drafts in words; empty: no speculation."""
-    most = config.scheduler.num_speculative_tokens
-    if most == 0:
+    num_tokens = config.scheduler.num_speculative_tokens
+    if num_tokens == 0:
         return ""
     draft = config.model.speculative_model
     source = f"draft model {Path(draft).name}" if draft is not None else "repetitions in the text"
     how = "adaptive" if config.scheduler.adaptive_speculation else "fixed"
-    return f"{source}, {how}, at most {most} tokens"
+    return f"{source}, {how}, at most {num_tokens} tokens"

@@ -6,7 +6,6 @@ of its tensors.
 """
 
 import copy
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -93,7 +92,6 @@ _OPTIONS: dict[str, Any] = {
 """Options for loading a model through transformers, however its weights are read."""
 _Read = Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]
 """Loads a model with options for transformers; returns it with its loading info."""
-_log = logging.getLogger("troika.worker")
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,10 +44,6 @@ _NUM_GROUPS = 3
 _SPARE_TOKENS = 5
 
 
-class _Recorded(Exception):
-    """Ends a forward after its arguments have been recorded."""
-
-
 def is_compressed(specs: Collection[LayerSpec]) -> bool:
     """Return whether any layer attends over compressed entries."""
     return any(spec.compressed is not None for spec in specs)
@@ -90,8 +86,8 @@ def _least_error(loaded: LoadedModel, layer: ProbedLayer, library: NativeLibrary
     """Return a module's greatest error in the best of several trials."""
     compressed = layer.spec.compressed
     assert compressed is not None
-    least = max(compressed.window, _NUM_GROUPS * compressed.ratio) + _SPARE_TOKENS
-    num_tokens = min(least, loaded.model_len)
+    needed = max(compressed.window, _NUM_GROUPS * compressed.ratio) + _SPARE_TOKENS
+    num_tokens = min(needed, loaded.model_len)
     own = loaded.model.get_submodule(layer.module_name)
     first = loaded.model.get_submodule(loaded.layers[0].module_name)
     call = record_calls(loaded, [first], num_tokens)[type(first)]  # equal for all modules

@@ -499,7 +499,7 @@ def _agreeing(
         expected = [module(trial).float() for trial in trials]
     except (TypeError, AttributeError, RuntimeError):
         return None  # a module with another interface
-    best, least = None, MAX_ERROR[dtype]
+    best, min_error = None, MAX_ERROR[dtype]
     for number, make in candidates.items():
         candidate = make()
         errors = [
@@ -507,6 +507,6 @@ def _agreeing(
             for trial, want in zip(trials, expected, strict=True)
         ]
         error = greatest(float(row.quantile(quantile, interpolation="higher")) for row in errors)
-        if error <= least:
-            best, least = (number, candidate), error
+        if error <= min_error:
+            best, min_error = (number, candidate), error
     return best

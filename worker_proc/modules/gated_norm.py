@@ -126,13 +126,13 @@ def _kind_of(norm: nn.Module, library: NativeLibrary) -> int | None:
         expected = [norm(*pair).float() for pair in zip(trials, gates, strict=True)]
     except (TypeError, AttributeError, RuntimeError):
         return None  # a module with another interface
-    best, least = None, MAX_ERROR[weight.dtype]
+    best, min_error = None, MAX_ERROR[weight.dtype]
     for number, gating in enumerate(KINDS):
         fused = FusedGatedNorm(library, norm, gating)
         found = [fused(*pair).float() for pair in zip(trials, gates, strict=True)]
         error = greatest(greatest_error(*pair) for pair in zip(found, expected, strict=True))
-        if error <= least:
-            best, least = number, error
+        if error <= min_error:
+            best, min_error = number, error
     return best
 
 

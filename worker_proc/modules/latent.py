@@ -223,14 +223,14 @@ def _rotation_of(
     with dequantized(layer.module):
         module = copy.deepcopy(layer.module).float()
     weight = layer.expansion.weight.float()
-    best, least = None, MAX_ERROR
+    best, min_error = None, MAX_ERROR
     have_angles = any(angles_of(call.get("position_embeddings")) is not None for call in calls)
     for rotation in Rotation if have_angles else (Rotation.NONE,):
         products = _products(library, layer.shape, rotation, weight)
         candidate = LatentAttention(module, layer.shape, products)
         error = max(_error(module, candidate, call) for call in calls)
-        if error < least:
-            best, least = rotation, error
+        if error < min_error:
+            best, min_error = rotation, error
     return best
 
 

@@ -43,7 +43,7 @@ class RowBlocks:
         """`width` is the greatest number of values that it returns for a row."""
         self._function = function
         self._step = math.lcm(ROW_STEP, VECTOR // math.gcd(VECTOR, width))
-        self._most = max((ONE_THREAD_VALUES - 1) // (width * self._step), 1) * self._step
+        self._max_rows = max((ONE_THREAD_VALUES - 1) // (width * self._step), 1) * self._step
 
     def __call__(self, hidden: torch.Tensor, *args: Any, **kwargs: Any) -> Outputs:
         """Return tensors with a row for each row of `[..., hidden_size]`.
@@ -53,7 +53,7 @@ class RowBlocks:
         if hidden.dim() > 2:
             hidden = hidden.reshape(1, -1, hidden.shape[-1])
         found, end = [], 0
-        for rows in hidden.split(self._most, dim=-2):
+        for rows in hidden.split(self._max_rows, dim=-2):
             count = rows.shape[-2]
             missing = -count % self._step
             start, end = end, end + count

@@ -75,5 +75,5 @@ def num_state_slots(block_bytes: int) -> int:
 def num_slots(config: EngineConfig, facts: ModelFacts, block_bytes: int) -> int:
     """Return the number of blocks in transit: as many as a step fills, if memory allows it."""
     per_step = -(-config.scheduler.max_num_batched_tokens // facts.block_size)
-    most = max(_MIN_STAGED, _MAX_STAGED_BYTES // max(block_bytes, 1))
-    return MAX_READERS + min(per_step * len(facts.kv_groups), most)
+    max_staged = max(_MIN_STAGED, _MAX_STAGED_BYTES // max(block_bytes, 1))
+    return MAX_READERS + min(per_step * len(facts.kv_groups), max_staged)

@@ -61,8 +61,10 @@ def _peers(config: EngineConfig, layout: str, rank: int, block_bytes: int) -> Pe
     if directory is None:
         return None
     if HEADER_BYTES + block_bytes > MAX_CONTENT_BYTES:
-        most = MAX_CONTENT_BYTES - HEADER_BYTES
-        log.warning("blocks of %d bytes are not read over tcp: at most %d are", block_bytes, most)
+        max_bytes = MAX_CONTENT_BYTES - HEADER_BYTES
+        log.warning(
+            "blocks of %d bytes are not read over tcp: at most %d are", block_bytes, max_bytes
+        )
         return None
     try:
         return Peers(read_engine_keys(Path(directory)), layout, rank)

@@ -35,8 +35,8 @@ class BlockWriters:
         self._stores = stores
         self._free_slots = deque(slots)
         # A store that hangs keeps its blocks, and must leave slots for the others.
-        most = max(1, len(slots) // len(stores)) if stores else 0
-        self._writers = [_Writer(store, memory, most) for store in stores]
+        max_waiting = max(1, len(slots) // len(stores)) if stores else 0
+        self._writers = [_Writer(store, memory, max_waiting) for store in stores]
 
     def store(self, block_ids: Sequence[int], keys: Sequence[bytes]) -> None:
         """Copy blocks out and have them written; those without a free slot are left out."""
@@ -82,18 +82,18 @@ _leaving = threading.Lock()
 class _Writer:
     """Writes blocks to one store, in a thread that starts with the first block."""
 
-    def __init__(self, store: BlockStore, memory: BlockMemory, most: int) -> None:
-        """Keep at most `most` blocks waiting."""
+    def __init__(self, store: BlockStore, memory: BlockMemory, max_waiting: int) -> None:
+        """Keep at most `max_waiting` blocks waiting."""
         self._store = store
         self._memory = memory
-        self._most = most
+        self._max_waiting = max_waiting
         self._waiting: queue.SimpleQueue[_Staged] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._silent_until = self._paused_until = 0.0
 
     def put(self, block: _Staged) -> None:
         """Queue a block for writing, or drop it if too many wait, or if the store has failed."""
-        is_full = self._waiting.qsize() >= self._most
+        is_full = self._waiting.qsize() >= self._max_waiting
         if is_full or time.monotonic() < self._paused_until:
             block.leave()
             return

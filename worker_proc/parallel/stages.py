@@ -65,9 +65,9 @@ class Stage(NamedTuple):
         """
         ends = []
         for end in (self.place, self.place + 1):
-            least, most = end, num_layers - (self.num_stages - end)
+            min_end, max_end = end, num_layers - (self.num_stages - end)
             share = -(-(num_layers + head_layers) * end // self.num_stages)
-            ends.append(min(max(share, least), most))
+            ends.append(min(max(share, min_end), max_end))
         return range(*ends)
 
 

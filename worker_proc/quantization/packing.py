@@ -15,7 +15,7 @@ from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
 TILE_INPUTS = 32
 """Of a tile of codes; a group is a whole number of them, or half of one."""
-_LEAST_GROUP = TILE_INPUTS // 2
+_MIN_GROUP_INPUTS = TILE_INPUTS // 2
 _FORMATS = {
     CodeKind.INT4: Format.GROUPED_INT4,
     CodeKind.INT8: Format.GROUPED_INT8,
@@ -36,16 +36,16 @@ _CODED_STEP_INPUTS = 64
 def obstacle(weight: QuantizedWeight) -> str:
     """Return why the kernels cannot read a weight's codes, or an empty text."""
     num_inputs = weight.codes.shape[1]
-    is_half = weight.group_size == _LEAST_GROUP
+    is_half = weight.group_size == _MIN_GROUP_INPUTS
     if weight.group_size < num_inputs and weight.group_size % TILE_INPUTS and not is_half:
         return f"groups of {weight.group_size} inputs"
     if weight.order is not None and _order(weight) is None:
         return "groups of different sizes"
     if weight.kind is CodeKind.FP8:
         sizes = weight.scales.abs()
-        least, most = _E4M3_SCALES
-        if not bool(((sizes == 0.0) | ((sizes >= least) & (sizes < most))).all()):
-            return f"scales that are not between {least:g} and {most:g}"
+        min_scale, max_scale = _E4M3_SCALES
+        if not bool(((sizes == 0.0) | ((sizes >= min_scale) & (sizes < max_scale))).all()):
+            return f"scales that are not between {min_scale:g} and {max_scale:g}"
     return ""
 
 
@@ -85,7 +85,7 @@ def _grouping(weight: QuantizedWeight, *, gates: bool) -> tuple[torch.Tensor, Gr
     """Return the scales in the type in which they are packed, and what else groups have."""
     width = -(-weight.codes.shape[1] // TILE_INPUTS) * TILE_INPUTS
     group_inputs = min(weight.group_size, width)
-    if group_inputs != _LEAST_GROUP:
+    if group_inputs != _MIN_GROUP_INPUTS:
         group_inputs = -(-group_inputs // TILE_INPUTS) * TILE_INPUTS
     zero = int(weight.zeros.flatten()[0])
     grouping = Grouping(None, zero, group_inputs, table=weight.table)

@@ -37,12 +37,14 @@ def choose_num_state_blocks(
     """
     share = available_bytes // 2 if has_attention else available_bytes
     there = available_bytes if override else share
-    most, max_for_drafts = 1 + 2 * max_num_seqs, num_speculative_tokens * max_num_seqs
-    fitting = most
+    max_number, max_for_drafts = 1 + 2 * max_num_seqs, num_speculative_tokens * max_num_seqs
+    fitting = max_number
     if block_bytes:
-        fitting = min(most, there // block_bytes * most // (most + max_for_drafts))
+        fitting = min(
+            max_number, there // block_bytes * max_number // (max_number + max_for_drafts)
+        )
     number = override or max(fitting, MIN_BLOCKS)
-    number_for_drafts = min(max_for_drafts, number * max_for_drafts // most)
+    number_for_drafts = min(max_for_drafts, number * max_for_drafts // max_number)
     needed_bytes = (number + number_for_drafts) * block_bytes
     if needed_bytes > there:
         needed, free = format_sizes(needed_bytes, there)

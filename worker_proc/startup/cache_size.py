@@ -38,8 +38,8 @@ def choose_cache_size(
         longest = min(config.model.max_model_len or loaded.model_len, loaded.model_len)
         per_request = layout.num_blocks_for(longest)
         num_blocks = config.cache.num_gpu_blocks_override
-        most = 1 + config.scheduler.max_num_seqs * per_request
-        return kv_tensors.CacheSize(num_blocks or most, longest)
+        enough = 1 + config.scheduler.max_num_seqs * per_request
+        return kv_tensors.CacheSize(num_blocks or enough, longest)
     available_bytes = available_cache_bytes(loaded, backend, layout, sampler, config)
     states, num_draft_model_states = StateBlockCounts(0), 0
     if loaded.has_states:

@@ -1,6 +1,5 @@
 """Creates the runner of a configured checkpoint."""
 
-import logging
 from collections.abc import Sequence
 
 import torch
@@ -56,8 +55,6 @@ from worker_proc.startup.parts import (
     share_swap_space,
 )
 from worker_proc.startup.prepare import describe_codes, prepare_model
-
-_log = logging.getLogger("troika.worker")
 
 
 def load_model_runner(

@@ -114,7 +114,7 @@ def compile_attention(dtype: str, dim: int, group: int) -> None:
     for is_decode in (True, False):
         rows = tiles.decode_rows if is_decode else tiles.prefill_rows
         tile = {
-            "LEAST_TOKENS": 2,
+            "MIN_TOKENS": 2,
             "TILE_ROWS": rows,
             "TILE_TOKENS": 1 if is_decode else rows // group,
             "TILE_KEYS": tiles.keys,

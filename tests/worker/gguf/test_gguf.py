@@ -60,7 +60,7 @@ from worker_proc.quantization.packing import obstacle, pack_codes
 from worker_proc.quantization.selection import reorder_inputs
 
 CODED = [type for type in TensorType if not type.is_plain]
-MOST_BYTES = {"Q4_0": 0.57, "Q4_1": 0.63, "Q4_K": 0.58}
+MAX_BYTES_PER_VALUE = {"Q4_0": 0.57, "Q4_1": 0.63, "Q4_K": 0.58}
 """Of a weight in memory; those of other types are codes of 8 bits."""
 needs_kernels = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -101,7 +101,7 @@ def test_blocks_are_multiplied_as_what_they_stand_for(
     assert packed.grouping is not None
     parts = (packed.panels, packed.scales, *packed.grouping.tensors.values())
     num_bytes = sum(part.nbytes for part in parts) / (packed.num_outputs * 768)
-    assert num_bytes < MOST_BYTES.get(type.name, 1.13)
+    assert num_bytes < MAX_BYTES_PER_VALUE.get(type.name, 1.13)
 
 
 @pytest.mark.parametrize(
