@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from worker_proc.modules.experts import FusedExperts
+from worker_proc.modules.experts.mixture import FusedExperts
 
 _EXPERTS = "experts"
 

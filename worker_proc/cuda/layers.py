@@ -12,8 +12,8 @@ from torch import nn
 
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.decoder.layers import Norms, layer_parts
-from worker_proc.modules.fused import FusedRMSNorm, activation_of, fused_norm
-from worker_proc.modules.fused import PointwiseKernels as Kernels
+from worker_proc.modules.pointwise import FusedRMSNorm, activation_of, fused_norm
+from worker_proc.modules.pointwise import PointwiseKernels as Kernels
 from worker_proc.native.structures import Activation
 
 QKV = ("q_proj", "k_proj", "v_proj")

@@ -11,7 +11,7 @@ from worker_proc.cuda.pointwise_kernels import (
     rotate_and_store_kernel,
 )
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.modules.fused import FusedRMSNorm
+from worker_proc.modules.pointwise import FusedRMSNorm
 from worker_proc.native.structures import Activation, Rotation
 
 ACTIVATION_TILE = 1024

@@ -25,8 +25,8 @@ from worker_proc.decoder.program import (
     permuted_width,
     split_width,
 )
-from worker_proc.modules.experts import FusedExperts
-from worker_proc.modules.fused import FusedMLP
+from worker_proc.modules.experts.mixture import FusedExperts
+from worker_proc.modules.mlp import FusedMLP
 from worker_proc.native import huge_pages
 from worker_proc.native.instructions import row_stride
 from worker_proc.native.structures import BufferArgs

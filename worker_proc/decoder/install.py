@@ -43,7 +43,7 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.layer_executor import LayerExecutor, Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.modules.experts import FusedExperts
+from worker_proc.modules.experts.mixture import FusedExperts
 from worker_proc.modules.trial_errors import TRIAL_SCALES
 from worker_proc.native.structures import Rotation
 
@@ -266,7 +266,7 @@ def _best_settings(
     best, min_error = None, MAX_ERROR[call.hidden.dtype]
     trials = list(_trials(call))
     # Attention rounds differently from the module, which may send a row to another expert. Since
-    # the mixture itself is proven (modules/fused.py), only the typical row counts here.
+    # the mixture itself is proven (modules/experts/mixture.py), only the typical row counts here.
     is_mixture = any(isinstance(part, FusedExperts) for part in call.module.modules())
     for rotation in Rotation:
         settings = LayerSettings(rotation, scoring.scale, scoring.softcap or 0.0)

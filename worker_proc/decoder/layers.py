@@ -11,9 +11,10 @@ from torch import nn
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import MAX_HEADS_PER_KV_HEAD
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.modules.experts import FusedExperts
-from worker_proc.modules.fused import FusedMLP, FusedRMSNorm
+from worker_proc.modules.experts.mixture import FusedExperts
+from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.packed_linear import NativeLinear
+from worker_proc.modules.pointwise import FusedRMSNorm
 from worker_proc.native.packed_weights import PackedWeight
 from worker_proc.native.structures import Rotation
 

@@ -18,9 +18,10 @@ from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
 from worker_proc.decoder.hooks import Columns, Cut, HookPoint, Projection, When
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings
-from worker_proc.modules.expert_products import ExpertBuffers
-from worker_proc.modules.experts import FusedExperts
-from worker_proc.modules.fused import FusedMLP, FusedRMSNorm
+from worker_proc.modules.experts.mixture import FusedExperts
+from worker_proc.modules.experts.products import ExpertBuffers
+from worker_proc.modules.mlp import FusedMLP
+from worker_proc.modules.pointwise import FusedRMSNorm
 from worker_proc.native.instructions import coded_stride, embedding, projection
 from worker_proc.native.packed_weights import PANEL_OUTPUTS, Format, PackedWeight
 from worker_proc.native.structures import AdaptedSiteArgs, Epilogue, Instruction, Kind, ProgramArgs

@@ -20,9 +20,9 @@ from worker_proc.decoder.angles import AngleCall, AngleTable
 from worker_proc.decoder.program import Program, ProgramWriter
 from worker_proc.decoder.stack import DecoderStack, pointers, restore_forwards
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.modules.fused import FusedRMSNorm
 from worker_proc.modules.packed_linear import NativeLinear, output_layer
 from worker_proc.modules.packed_table import PackedTable
+from worker_proc.modules.pointwise import FusedRMSNorm
 from worker_proc.native.packed_weights import Format, PackedWeight
 from worker_proc.native.structures import RunArgs
 

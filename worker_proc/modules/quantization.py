@@ -14,9 +14,9 @@ from transformers.pytorch_utils import Conv1D
 from protocol.config import Quantization
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.modules.grouped_experts import read_experts
+from worker_proc.modules.experts.grouped import read_experts
+from worker_proc.modules.experts.router import ROUTER_NAMES
 from worker_proc.modules.packed_linear import PLAIN, Formats, output_layer
-from worker_proc.modules.router import ROUTER_NAMES
 from worker_proc.native.build import build
 from worker_proc.native.kernels import NativeLibrary, load_library
 from worker_proc.native.packed_weights import MAX_CODED_INPUTS, Format

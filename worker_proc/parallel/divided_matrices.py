@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from worker_proc.modules.experts import is_transposed
+from worker_proc.modules.experts.coded import is_transposed
 from worker_proc.parallel.share import Section, Share
 
 

@@ -33,7 +33,8 @@ from worker_proc.loading.start_cache import StartCache
 from worker_proc.modules.adapted_modules import adapt_modules, find_sites
 from worker_proc.modules.coded_weights import dequantize_weights, without_kernels
 from worker_proc.modules.compressed import install_compressed
-from worker_proc.modules.fused import fuse_modules
+from worker_proc.modules.experts.sized import pack_sized_experts
+from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.grouped_linear import pack_grouped_linears
 from worker_proc.modules.hyper_connections import install_hyper_connections
 from worker_proc.modules.latent import install_latent
@@ -50,7 +51,6 @@ from worker_proc.modules.quantization import (
 )
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
 from worker_proc.modules.score_terms import pack_distance_products, prove_score_terms
-from worker_proc.modules.sized_experts import pack_sized_experts
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format

@@ -24,8 +24,8 @@ from worker_proc.loading.loader import check_model
 from worker_proc.loading.text_model import auto_class
 from worker_proc.modules import compressed, quantization
 from worker_proc.modules.compressed import install_compressed
+from worker_proc.modules.experts.router import ROW_STEP, RowBlocks
 from worker_proc.modules.grouped_linear import GroupedLinear, pack_grouped_linears
-from worker_proc.modules.router import ROW_STEP, RowBlocks
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup.load_runner import load_model_runner

@@ -17,7 +17,7 @@ from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
 from worker_proc.attention.within_tokens import attend_in_tokens
 from worker_proc.calibration import exactness
 from worker_proc.model_runner import ModelRunner
-from worker_proc.modules import fused
+from worker_proc.modules import fusing, mlp
 from worker_proc.native.build import build, compiler
 from worker_proc.startup import parts
 
@@ -53,11 +53,11 @@ def test_plain_products_are_declared(
     deepseek = next(a for a in ARCHITECTURES if a.name == "deepseek_v3")
     build_checkpoint(tmp_path, deepseek.config())
     assert load(tmp_path, "float32").facts.exact_resume
-    monkeypatch.setattr(fused, "fused_grouped_experts", lambda *_, **__: None)
+    monkeypatch.setattr(fusing, "fused_grouped_experts", lambda *_, **__: None)
     assert load(tmp_path, "float32").facts.exact_resume  # with gates by the module's own code
-    monkeypatch.setattr(fused, "own_gated_experts", lambda *_, **__: None)
+    monkeypatch.setattr(fusing, "own_gated_experts", lambda *_, **__: None)
     assert load(tmp_path, "float32").facts.exact_resume  # by the module's own forward
-    monkeypatch.setattr(fused, "pack_own_experts", lambda *_, **__: False)
+    monkeypatch.setattr(fusing, "pack_own_experts", lambda *_, **__: False)
     reason = reason_of(load(tmp_path, "float32"))
     assert "plain matrix products" in reason
     assert "model.layers.1.mlp.experts (DeepseekV3Experts)" in reason
@@ -77,7 +77,8 @@ def test_module_whose_bits_depend_on_the_place_is_found_and_named(
         return plain(self, hidden) * (1 + hidden.shape[1] // 17)
 
     monkeypatch.setattr(Gemma3MLP, "forward", forward)
-    monkeypatch.setattr(fused, "activation_of", lambda *args, **kwargs: None)
+    for module in (fusing, mlp):
+        monkeypatch.setattr(module, "activation_of", lambda *args, **kwargs: None)
     assert "layers.0.mlp (Gemma3MLP) gives rows other bits" in reason_of(load(tmp_path, "float32"))
 
 

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rot
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
 from tests.worker.cuda.test_attention_kernels import Step, ints, written_slots
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.modules.fused import FusedRMSNorm, activation_of, fused_norm
+from worker_proc.modules.pointwise import FusedRMSNorm, activation_of, fused_norm
 from worker_proc.native.structures import Activation, Rotation
 
 prepare_triton()

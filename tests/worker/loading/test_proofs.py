@@ -22,8 +22,9 @@ from worker_proc.loading import inspection
 from worker_proc.loading.proofs import Proofs
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.model_runner import ModelRunner
-from worker_proc.modules import fused
+from worker_proc.modules import fusing, mlp
 from worker_proc.modules import quantization as quantization_settings
+from worker_proc.modules.experts import mixture
 from worker_proc.native import kernels
 from worker_proc.native.build import build, compiler
 from worker_proc.startup import calibrate, prepare
@@ -31,7 +32,11 @@ from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-PROOFS = {"probe_model": inspection, "activation_of": fused, "_calibrate": calibrate}
+PROOFS = (
+    ("probe_model", inspection),
+    *(("activation_of", module) for module in (fusing, mlp, mixture)),
+    ("_calibrate", calibrate),
+)
 CONFIGS = {architecture.name: architecture.config for architecture in ARCHITECTURES}
 PROMPTS = [[5, 6, 7, 8, 9], [9, 9, 9]]
 
@@ -57,7 +62,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
         return call
 
-    for name, module in PROOFS.items():
+    for name, module in PROOFS:
         monkeypatch.setattr(module, name, counting(name, getattr(module, name)))
     return count
 
@@ -82,7 +87,7 @@ def test_a_second_start_proves_nothing_and_computes_the_same(
     dtype = "float32" if quantization is None else "bfloat16"
     config = quantized(engine_config(tmp_path / "model", dtype), quantization)
     first = start(config)
-    assert set(tried) == set(PROOFS)
+    assert set(tried) == set(dict(PROOFS))
     tried.clear()
     second = start(config)
     assert not tried
@@ -124,7 +129,7 @@ def test_a_quantization_is_proven_by_itself(
             start(quantized(config, other))
     tried.clear()
     start(quantized(config, quantization))
-    assert set(tried) == set(PROOFS)
+    assert set(tried) == set(dict(PROOFS))
 
 
 def test_the_type_of_the_cache_is_proven_by_itself(tmp_path: Path, tried: Counter[str]) -> None:
@@ -173,7 +178,7 @@ def test_a_change_has_everything_proven_again(
     tried.clear()
     change(tmp_path / "model", monkeypatch)
     start(config)
-    assert set(tried) == set(PROOFS)
+    assert set(tried) == set(dict(PROOFS))
 
 
 def test_other_kernels_settings_and_threads_are_proven_by_themselves(
@@ -185,7 +190,7 @@ def test_other_kernels_settings_and_threads_are_proven_by_themselves(
     tried.clear()
     cache = msgspec.structs.replace(config.cache, block_size=8)
     start(msgspec.structs.replace(config, cache=cache))
-    assert set(tried) == set(PROOFS)
+    assert set(tried) == set(dict(PROOFS))
     tried.clear()
     found = {"num_gpu_blocks_override": 99, "num_state_blocks_override": 9}
     cache = msgspec.structs.replace(config.cache, **found)

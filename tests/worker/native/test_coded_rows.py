@@ -14,12 +14,13 @@ from torch import nn
 from protocol.config import Quantization
 from tests.worker.bitwise import CONFIGS
 from tests.worker.checkpoints import build_checkpoint
-from tests.worker.modules.test_fused import make_mlp
+from tests.worker.modules.test_fusing import make_mlp
 from tests.worker.quantization.test_quantization import load
 from worker_proc.errors import UnsupportedModel
-from worker_proc.modules import fused
 from worker_proc.modules import quantization as quantization_settings
-from worker_proc.modules.fused import FusedMLP, fuse_modules
+from worker_proc.modules import trial_candidates
+from worker_proc.modules.fusing import fuse_modules
+from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.packed_linear import coded_rows, coded_weight, computing_codes
 from worker_proc.native import build as native_build
 from worker_proc.native.build import build, compiler, cpu_description
@@ -198,7 +199,7 @@ def test_an_mlp_is_compared_with_a_module_that_computes_with_codes(
         want = mlp(rows.bfloat16()).float()
     assert torch.equal(mlp(rows.bfloat16()).float(), plain)
     # Two steps of bfloat16: processors sum in other orders, and each may round to another step.
-    monkeypatch.setattr(fused, "MAX_ERROR", {torch.bfloat16: 0.008, torch.float32: 1e-5})
+    monkeypatch.setattr(trial_candidates, "MAX_ERROR", {torch.bfloat16: 0.008, torch.float32: 1e-5})
     model = nn.Sequential(mlp)
     assert len(fuse_modules(model, library, torch.bfloat16, format=Format.INT8_FOR_CODES)) == 1
     assert isinstance(model[0], FusedMLP)

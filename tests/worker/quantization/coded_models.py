@@ -6,9 +6,9 @@ import torch
 
 from worker_proc.loading.inspection import inspect_config
 from worker_proc.model_runner import ModelRunner
-from worker_proc.modules.experts import FusedExperts
-from worker_proc.modules.fused import FusedMLP
-from worker_proc.modules.grouped_experts import GroupedExperts
+from worker_proc.modules.experts.grouped import GroupedExperts
+from worker_proc.modules.experts.mixture import FusedExperts
+from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.native.packed_weights import Format
 from worker_proc.quantization.files import QuantizedFiles

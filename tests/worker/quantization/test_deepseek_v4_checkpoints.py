@@ -18,7 +18,7 @@ from tests.worker.quantization.deepseek_v4_checkpoints import write_published
 from tests.worker.quantization.quantized_checkpoints import replace_tensor
 from tests.worker.runners import make_runners
 from worker_proc.errors import CheckpointError
-from worker_proc.modules.grouped_experts import GroupedExperts
+from worker_proc.modules.experts.grouped import GroupedExperts
 from worker_proc.native.build import compiler
 from worker_proc.native.packed_weights import Format
 

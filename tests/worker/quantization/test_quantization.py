@@ -40,10 +40,11 @@ from tests.worker.recurrent_models import KINDS
 from tests.worker.runners import make_runners
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.model_runner import ModelRunner
-from worker_proc.modules import fused
+from worker_proc.modules import fusing
 from worker_proc.modules import quantization as quantization_settings
-from worker_proc.modules.experts import computing_expert_codes, round_experts
-from worker_proc.modules.grouped_experts import read_experts
+from worker_proc.modules.experts import mixture
+from worker_proc.modules.experts.coded import computing_expert_codes, round_experts
+from worker_proc.modules.experts.grouped import read_experts
 from worker_proc.modules.packed_linear import computing_codes
 from worker_proc.modules.quantization import FORMATS, check_rounding
 from worker_proc.native.build import build, compiler
@@ -573,7 +574,7 @@ def test_experts_without_kernels_are_refused(
     """They would stay in bfloat16."""
     [deepseek] = [each for each in ARCHITECTURES if each.name == "deepseek_v3"]
     build_checkpoint(tmp_path, deepseek.config())
-    monkeypatch.setattr(fused, "fused_grouped_experts", lambda *_, **__: None)
+    monkeypatch.setattr(fusing, "fused_grouped_experts", lambda *_, **__: None)
     reason = r"w8a16: model\.layers\.1\.mlp\.experts \(DeepseekV3Experts\) does not compute"
     with pytest.raises(UnsupportedModel, match=reason):
         load(tmp_path, Quantization.W8A16)
@@ -584,9 +585,9 @@ def test_mixtures_that_are_not_proven_are_refused(
 ) -> None:
     """Where neither the mixture nor its experts alone are proven."""
     build_checkpoint(tmp_path, MIXTURES["qwen3_moe"])
-    monkeypatch.setattr(fused, "_weighting", lambda *_: None)
+    monkeypatch.setattr(mixture, "_weighting", lambda *_: None)
     load(tmp_path, Quantization.W4A16)
-    monkeypatch.setattr(fused, "fused_grouped_experts", lambda *_, **__: None)
+    monkeypatch.setattr(fusing, "fused_grouped_experts", lambda *_, **__: None)
     reason = r"w4a16: model\.layers\.0\.mlp\.experts \(Qwen3MoeExperts\) does not compute"
     with pytest.raises(UnsupportedModel, match=reason):
         load(tmp_path, Quantization.W4A16)

@@ -25,9 +25,9 @@ from tests.worker.quantization.quantized_checkpoints import (
     write_quantized,
 )
 from worker_proc.gguf.blocks import read_blocks
-from worker_proc.modules.experts import FusedExperts
-from worker_proc.modules.fused import FusedMLP
-from worker_proc.modules.grouped_experts import GroupedExperts
+from worker_proc.modules.experts.grouped import GroupedExperts
+from worker_proc.modules.experts.mixture import FusedExperts
+from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.native.packed_weights import GROUPED, Format, PackedWeight
 from worker_proc.quantization.coded_tensor import CodedTensor

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 from transformers.activations import ACT2FN
 
-from worker_proc.modules.router import RowBlocks
+from worker_proc.modules.experts.router import RowBlocks
 from worker_proc.recurrent.rowwise import compute_activations_rowwise, computes_rowwise
 
 WIDTH = 5  # rows of it end at all places of a vector

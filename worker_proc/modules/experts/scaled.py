@@ -12,8 +12,8 @@ from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.modules.coded_weights import dequantized
-from worker_proc.modules.experts import round_experts
-from worker_proc.modules.grouped_experts import (
+from worker_proc.modules.experts.coded import round_experts
+from worker_proc.modules.experts.grouped import (
     MAX_ERROR,
     TRIAL_SCALES,
     GroupedExperts,

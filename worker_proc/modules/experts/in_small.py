@@ -11,15 +11,15 @@ from torch import nn
 
 from protocol.config import Quantization
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.modules.fused import activation_of
-from worker_proc.modules.grouped_experts import (
+from worker_proc.modules.experts.grouped import (
     fused_grouped_experts,
     own_results,
     read_experts,
     trials,
 )
+from worker_proc.modules.experts.scaled import has_scaled_experts
+from worker_proc.modules.pointwise import activation_of
 from worker_proc.modules.quantization import unsupported_experts
-from worker_proc.modules.scaled_experts import has_scaled_experts
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 

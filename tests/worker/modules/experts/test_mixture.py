@@ -19,16 +19,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from tests.combinations import in_turn
-from tests.worker.modules.test_fused import DTYPES
-from worker_proc.modules import fused
-from worker_proc.modules.experts import (
+from tests.worker.modules.test_fusing import DTYPES
+from worker_proc.modules import trial_candidates
+from worker_proc.modules.experts.mixture import (
     ExpertWeights,
     FusedExperts,
     Routing,
     computing_expert_codes,
     round_experts,
 )
-from worker_proc.modules.fused import FusedMLP, fuse_modules
+from worker_proc.modules.fusing import fuse_modules
+from worker_proc.modules.mlp import FusedMLP
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
@@ -172,7 +173,7 @@ def test_blocks_are_compared_with_modules_of_the_same_codes(
     with nullcontext() if format is Format.INT4 else codes:
         want = rounded(rows).float()
     # Less than the codes change; processors sum in other orders, and each may round otherwise.
-    monkeypatch.setattr(fused, "MAX_ERROR", {torch.bfloat16: 0.01, torch.float32: 1e-5})
+    monkeypatch.setattr(trial_candidates, "MAX_ERROR", {torch.bfloat16: 0.01, torch.float32: 1e-5})
     numbers = fuse_modules(model, library, torch.bfloat16, format=format)
     assert len(numbers) == 1
     assert isinstance(model[0], FusedExperts)

@@ -13,8 +13,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
-from tests.worker.modules.test_fused import DTYPES
-from tests.worker.modules.test_grouped_experts import (
+from tests.worker.modules.experts.test_grouped import (
     HIDDEN_SIZE,
     NUM_EXPERTS,
     SIZE,
@@ -24,7 +23,8 @@ from tests.worker.modules.test_grouped_experts import (
     randomized,
     rows_and_choices,
 )
-from worker_proc.modules.fused import OWN_FORWARD, fuse_modules
+from tests.worker.modules.test_fusing import DTYPES
+from worker_proc.modules.fusing import OWN_FORWARD, fuse_modules
 from worker_proc.modules.packed_matrix import PackedMatrices
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary

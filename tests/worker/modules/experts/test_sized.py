@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
-from worker_proc.modules.sized_experts import SizedExperts, pack_sized_experts
+from worker_proc.modules.experts.sized import SizedExperts, pack_sized_experts
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 

@@ -6,8 +6,8 @@ from transformers import Llama4TextConfig
 from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 
 from tests.worker.checkpoints import SHAPE
-from worker_proc.modules.fused import SCALED_KEY, fuse_modules
-from worker_proc.modules.grouped_experts import GroupedExperts
+from worker_proc.modules.experts.grouped import GroupedExperts
+from worker_proc.modules.fusing import SCALED_KEY, fuse_modules
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format

@@ -16,7 +16,8 @@ from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.modules.coded_weights import dequantized, pack_expert_weights, takes_row_codes
-from worker_proc.modules.expert_products import (
+from worker_proc.modules.experts.coded import computing_expert_codes, is_transposed, round_experts
+from worker_proc.modules.experts.products import (
     EXPERT_BUFFERS,
     Chosen,
     ExpertProducts,
@@ -24,7 +25,6 @@ from worker_proc.modules.expert_products import (
     Gating,
     as_program,
 )
-from worker_proc.modules.experts import computing_expert_codes, is_transposed, round_experts
 from worker_proc.modules.trial_errors import greatest, greatest_error
 from worker_proc.native.kernels import Matrices, NativeLibrary
 from worker_proc.native.packed_weights import Format

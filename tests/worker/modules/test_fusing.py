@@ -8,7 +8,9 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
-from worker_proc.modules.fused import FusedActivation, FusedMLP, FusedRMSNorm, fuse_modules
+from worker_proc.modules.fusing import fuse_modules
+from worker_proc.modules.mlp import FusedMLP
+from worker_proc.modules.pointwise import FusedActivation, FusedRMSNorm
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 

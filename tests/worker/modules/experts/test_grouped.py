@@ -29,13 +29,13 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeSparseMoeBlock
 
 from tests.combinations import in_turn
-from tests.worker.modules.test_fused import DTYPES
-from worker_proc.modules.experts import computing_expert_codes, round_experts
-from worker_proc.modules.fused import ROUTER_KEY, fuse_modules
-from worker_proc.modules.grouped_experts import GroupedExperts
+from tests.worker.modules.test_fusing import DTYPES
+from worker_proc.modules.experts.coded import computing_expert_codes, round_experts
+from worker_proc.modules.experts.grouped import GroupedExperts
+from worker_proc.modules.experts.router import ONE_THREAD_VALUES
+from worker_proc.modules.fusing import ROUTER_KEY, fuse_modules
 from worker_proc.modules.packed_linear import pack_linears
 from worker_proc.modules.packed_matrix import PackedMatrix
-from worker_proc.modules.router import ONE_THREAD_VALUES
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format

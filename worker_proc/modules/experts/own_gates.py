@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from worker_proc.modules.grouped_experts import (
+from worker_proc.modules.experts.grouped import (
     ExpertModule,
     agrees,
     own_results,

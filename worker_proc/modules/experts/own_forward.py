@@ -11,8 +11,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from worker_proc.modules.expert_products import ExpertSizes
-from worker_proc.modules.grouped_experts import agrees, own_results, trials
+from worker_proc.modules.experts.grouped import agrees, own_results, trials
+from worker_proc.modules.experts.products import ExpertSizes
 from worker_proc.modules.packed_matrix import PackedMatrices
 from worker_proc.modules.trial_errors import TRIAL_FAILURES
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary

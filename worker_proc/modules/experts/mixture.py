@@ -6,18 +6,17 @@ chosen (worker_proc/native/products/experts.h). The experts' weights may be code
 weights are kept as they are.
 """
 
-import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from contextlib import ExitStack
+from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
 
-from worker_proc.modules.coded_weights import pack_expert_weights
-from worker_proc.modules.expert_products import (
+from worker_proc.loading.deferred_module import make_generator
+from worker_proc.modules.coded_weights import dequantized, pack_expert_weights, takes_row_codes
+from worker_proc.modules.experts.coded import computing_expert_codes, round_experts
+from worker_proc.modules.experts.products import (
     EXPERT_BUFFERS,
     Chosen,
     ExpertBuffers,
@@ -26,11 +25,20 @@ from worker_proc.modules.expert_products import (
     Gating,
     as_program,
 )
-from worker_proc.modules.packed_linear import coded_rows, coded_weight, rounded_copy
+from worker_proc.modules.pointwise import activation_of
+from worker_proc.modules.trial_candidates import MAX_ERROR, NUM_TRIAL_ROWS, closest_candidate
 from worker_proc.native.instructions import projection
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
 from worker_proc.native.structures import CHOICE_BYTES, Activation, Instruction, Kind
+
+NUM_MIXTURE_ROWS = 64
+MIXTURE_QUANTILE = {torch.float32: 0.98, torch.bfloat16: 0.9}
+"""Share of a mixture's rows that must agree: in float32, all but one of 64.
+
+If the logits of two experts are equal within their rounding, a row may choose the other expert, or
+weight them differently.
+"""
 
 
 class Routing(NamedTuple):
@@ -141,63 +149,61 @@ class FusedExperts(nn.Module):
         return out.reshape(hidden.shape)
 
 
-def is_transposed(experts: nn.Module) -> bool:
-    """Return whether weights are `[num_experts, num_inputs, num_outputs]`.
+def fused_experts(
+    module: nn.Module, library: NativeLibrary, number: int | None, format: Format
+) -> tuple[int, FusedExperts] | None:
+    """Return a mixture of experts; its number encodes the activation and the router's weighting.
 
-    transformers' interface has an attribute for that. Modules without it are recognized by the
-    first product's outputs, gates and factors, which are twice as many as the inputs of the second
-    product.
+    With codes, the experts' weights are also rounded in the module.
     """
-    if hasattr(experts, "is_transposed"):
-        return bool(experts.is_transposed)
-    parameters = dict(experts.named_parameters())
-    up, down = parameters.get("gate_up_proj"), parameters.get("down_proj")
-    if up is None or down is None or up.dim() != 3 or down.dim() != 3:
-        return False
-    return up.shape[1] == down.shape[2] and up.shape[2] == 2 * down.shape[1]
+    weights = expert_weights(module)
+    if weights is None:
+        return None
+    router, experts = module.get_submodule("gate"), module.get_submodule("experts")
+    num_experts, hidden_size = weights.router.shape
+    known = None if number is None else number // 4
+    function = getattr(experts, "act_fn", None)
+    activation = activation_of(function, library, number=known)
+    num_chosen = getattr(router, "top_k", None)
+    if activation is None or not isinstance(num_chosen, int) or num_chosen > num_experts:
+        return None
+    if number is None:
+        weighting = _weighting(router, hidden_size, weights.router.dtype)
+        if weighting is None:
+            return None
+        number = 4 * activation + weighting
+    routing = Routing(num_chosen, bool(number & 2), bool(number & 1))
+    if format is not Format.UNITS and known is None:
+        del weights  # rounded copies replace them one by one
+        round_experts(experts, library, format)
+        weights = expert_weights(module)
+        assert weights is not None
+    make = partial(FusedExperts, library, activation, routing, weights, format)
+    both = (weights.gate_up, weights.down)
+    codes_rows = format is Format.INT8_FOR_CODES or all(map(takes_row_codes, both))
+    with ExitStack() as stack:
+        if known is None:
+            if codes_rows or format is Format.INT8:
+                stack.enter_context(computing_expert_codes(experts, of_rows=codes_rows))
+            stack.enter_context(dequantized(experts))
+        return closest_candidate(
+            module,
+            hidden_size,
+            {number: make},
+            None if known is None else number,
+            num_rows=NUM_MIXTURE_ROWS,
+            quantile=MIXTURE_QUANTILE[weights.router.dtype],
+        )
 
 
-def round_experts(experts: nn.Module, library: NativeLibrary, format: Format) -> None:
-    """Round all weights of experts to values that codes represent, freeing each before the next."""
-    has_transposed = is_transposed(experts)
-    for name in [name for name, weight in experts.named_parameters() if weight.dim() == 3]:
-        weight = getattr(experts, name)
-        rounded = rounded_copy(weight.mT if has_transposed else weight, library, format)
-        rounded = nn.Parameter(rounded.mT, requires_grad=False) if has_transposed else rounded
-        setattr(experts, name, rounded)
-
-
-@contextmanager
-def computing_expert_codes(experts: nn.Module, *, of_rows: bool = True) -> Iterator[None]:
-    """Make experts compute with codes of weights, and `of_rows`, in float32, within the context."""
-    # transformers' own definition multiplies by `linear`; its faster replacements do not.
-    forward = inspect.unwrap(type(experts).forward)
-
-    def coded_forward(*args: Any, **kwargs: Any) -> Any:
-        with _CodedProducts(of_rows=of_rows):
-            return forward(experts, *args, **kwargs)
-
-    experts.__dict__["forward"] = coded_forward
+def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
+    """Return 2 if the weights of the chosen experts add up to 1, plus 1 if they are rounded."""
+    generator = make_generator(2)
     try:
-        yield
-    finally:
-        del experts.__dict__["forward"]
-
-
-_MATRIX_PRODUCTS = (torch.Tensor.matmul, torch.Tensor.__matmul__, torch.matmul)
-
-
-class _CodedProducts(TorchFunctionMode):
-    """Multiplies rows, or their codes, by codes of weights, in float32, within the context."""
-
-    def __init__(self, *, of_rows: bool) -> None:
-        super().__init__()
-        self._take = coded_rows if of_rows else torch.Tensor.float
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        is_transposed = func in _MATRIX_PRODUCTS
-        if not (func is functional.linear or is_transposed) or len(args) != 2:
-            return func(*args, **(kwargs or {}))
-        rows, weight = args
-        weight = weight.mT if is_transposed else weight
-        return functional.linear(self._take(rows), coded_weight(weight)).to(rows.dtype)
+        _, weights, _ = router(torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype))
+    except (TypeError, ValueError, AttributeError, RuntimeError):
+        return None  # a module with another interface
+    if not isinstance(weights, torch.Tensor):
+        return None
+    normalizes = bool(((weights.float().sum(dim=-1) - 1.0).abs() < MAX_ERROR[dtype]).all())
+    return 2 * normalizes + (weights.dtype == dtype)

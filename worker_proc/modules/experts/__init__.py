@@ -1,0 +1,1 @@
+"""Mixtures of experts and their routers, computed by the native kernels."""
