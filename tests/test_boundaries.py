@@ -66,7 +66,10 @@ STATE_MACHINES = {
         *("scheduling/request_queues", "scheduling/results", "scheduling/step"),
         *("scheduling/victims", "scheduling/waiting"),
     ],
-    "worker_proc": ["kv/kv_groups", "kv/null_states", "mirror", "null_runner", "runner", "shim"],
+    "worker_proc": [
+        *("kv/kv_groups", "kv/null_blocks", "kv/null_states"),
+        *("mirror", "null_model", "null_runner", "runner", "shim"),
+    ],
     "protocol": [
         *("api_core", "core_worker", "kv_events", "message", "request_validation", "sampling"),
         *("client/controls", "client/ledger"),

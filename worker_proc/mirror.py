@@ -238,7 +238,7 @@ class Mirror:
 
     def limit_draft_states(self, number: int) -> None:
         """Limit the blocks for states before drafts to the smallest number of any rank."""
-        self._draft_states.most_used = number
+        self._draft_states.max_used = number
 
     def take_drafts(self, request: MirroredRequest, drafts: list[int]) -> int:
         """Give a request the drafts for its next step; return how many it takes.

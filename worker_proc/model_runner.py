@@ -321,7 +321,7 @@ class ModelRunner:
             pipe = self._stage.pipe
             return lambda: pipe.min_draft_states
         if self._exchange is not None:
-            return partial(self._exchange.least, self._num_draft_states)
+            return partial(self._exchange.minimum, self._num_draft_states)
         return None
 
     def _compute_logits(self, inputs: StepInputs) -> torch.Tensor:

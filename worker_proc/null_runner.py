@@ -4,12 +4,9 @@ With it, real API, core and worker processes run in a test within milliseconds. 
 delta that it receives, and measures the control plane alone.
 """
 
-import math
-import struct
 import time
-from binascii import crc32
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 from protocol.adapters import Adapter
 from protocol.core_worker import (
@@ -23,95 +20,19 @@ from protocol.message import pack_token_ids
 from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.transport.runtime import Clock
 from worker_proc.adapters.kept import KeptAdapters
-from worker_proc.errors import MirrorError
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
+from worker_proc.kv.null_blocks import NullBlocks
 from worker_proc.kv.null_states import NullStates
-from worker_proc.kv.window import first_visible
 from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
+from worker_proc.null_model import allows, draft_token_ids, next_token_id, null_vector
 from worker_proc.offload.memory import NoMemory
 from worker_proc.offload.null_state_memory import NullStateMemory
 from worker_proc.runner import ComputedStep
 from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid
 
-T = TypeVar("T")
-CONTEXT_TOKENS = 4  # tokens before the next one that it depends on, besides its position
-ONE_DRAFT_WRONG_IN = 4
-ONE_STEP_SHORT_IN = 8  # such a step has fewer drafts than configured, down to none
-
-
-def next_token_id(
-    token_ids: Sequence[int],
-    vocab_size: int,
-    eos_token_ids: Sequence[int],
-    mask: bytes | None = None,
-    adapter_id: int = 0,
-) -> int:
-    """Return the token that follows `token_ids`: an EOS id only if there is no other token.
-
-    With a mask (one bit for each token) it is one of the allowed ones, EOS included.
-    """
-    tail = token_ids[-CONTEXT_TOKENS:]
-    digest = crc32(pack_token_ids(tail), len(token_ids))
-    if adapter_id:
-        digest = crc32(adapter_id.to_bytes(8, "little"), digest)
-    first = digest % vocab_size
-    if mask is not None:
-        allowed = [i for i in range(8 * len(mask)) if mask[i >> 3] >> (i & 7) & 1]
-        return allowed[digest % len(allowed)] if allowed else first
-    for offset in range(vocab_size):
-        candidate = (first + offset) % vocab_size
-        if candidate not in eos_token_ids:
-            return candidate
-    return first
-
-
-def draft_token_ids(
-    token_ids: list[int], max_tokens: int, vocab_size: int, eos_token_ids: Sequence[int]
-) -> list[int]:
-    """Return drafts for the tokens after `token_ids`, a pure function of these; some are wrong."""
-    known = len(token_ids)
-    digest = crc32(b"drafts", next_token_id(token_ids, 2**31, ()))
-    if digest % ONE_STEP_SHORT_IN == 0:
-        max_tokens = digest // ONE_STEP_SHORT_IN % (max_tokens + 1)
-    # Appended to the text and removed again: a copy would cost its length in every step.
-    for offset in range(max_tokens):
-        token_id = next_token_id(token_ids, vocab_size, eos_token_ids)
-        is_wrong = hash((digest, offset)) % ONE_DRAFT_WRONG_IN == 0  # equal on all machines
-        token_ids.append((token_id + is_wrong) % vocab_size)
-    drafts = token_ids[known:]
-    del token_ids[known:]
-    return drafts
-
-
-def null_vector(request: MirroredRequest, size: int) -> bytes:
-    """Return the packed vector of a prompt: a pure function of its tokens and the pooling."""
-    pooling = request.sampling_params.pooling
-    assert pooling is not None
-    seed = crc32(pack_token_ids(request.token_ids), crc32(pooling.type.encode()))
-    digests = (crc32(bytes([place]), seed) for place in range(size))
-    vector = [digest / 2**31 - 1.0 for digest in digests][: pooling.dimensions]
-    if pooling.normalize:
-        length = math.hypot(*vector) or 1.0
-        vector = [value / length for value in vector]
-    return struct.pack(f"<{len(vector)}f", *vector)
-
-
-def _allows(mask: bytes, token_id: int) -> bool:
-    place, bit = divmod(token_id, 8)
-    return place < len(mask) and bool(mask[place] >> bit & 1)
-
-
 _POISON = pack_token_ids([POISON_TOKEN_ID])
-
-
-class BlockOwner(NamedTuple):
-    """An entry of a request's block table in one KV group."""
-
-    request: MirroredRequest
-    group: int
-    entry: int
 
 
 class NullTimes(NamedTuple):
@@ -155,9 +76,7 @@ class NullRunner:
         if num_draft_states is None:
             num_draft_states = num_speculative_tokens * facts.num_state_blocks
         self._mirror = Mirror(facts, num_speculative_tokens, adapters, num_draft_states)
-        self._writers: dict[int, BlockOwner] = {}
-        """By block of the pool: the table entry through which it was last written."""
-        self._host_blocks: set[int] = set()
+        self._blocks = NullBlocks(facts, self._mirror.requests)
         has_states = facts.kv_groups[-1].is_state
         self._states = NullStates(facts.block_size) if has_states else None
         self.state_memory: NullStateMemory | None = None
@@ -180,8 +99,7 @@ class NullRunner:
 
     def sleep(self) -> None:
         self._mirror.check_empty()
-        self._writers.clear()
-        self._host_blocks.clear()
+        self._blocks.clear()
         if self._states is not None:
             self._states.clear()
 
@@ -198,11 +116,8 @@ class NullRunner:
         scheduled = self._mirror.apply(step)
         for new in step.scheduled_new_reqs:
             failpoint("worker.poison", when=new.token_ids.startswith(_POISON))
-        self._host_blocks.update(step.swap_out.host_block_ids)
-        if step.swap_in.host_block_ids:
-            self._swap_in(step)
-        for part in scheduled:
-            self._claim_blocks(part)
+        self._blocks.swap(step)
+        self._blocks.write(scheduled)
         if self._states is not None:
             self._states.swap(self._mirror.state_swap_out, step.state_swap_in)
             self._states.execute(scheduled, step.preempted_req_ids + step.finished_req_ids)
@@ -281,7 +196,7 @@ class NullRunner:
         budget = request.sampling_params.thinking_budget
         if budget is not None:
             forced = forced_token(request.token_ids, request.num_prompt_tokens, budget)
-            if forced is not None and (mask is None or _allows(mask, forced)):
+            if forced is not None and (mask is None or allows(mask, forced)):
                 return forced
         return self._next_token_id(request, mask)
 
@@ -319,53 +234,6 @@ class NullRunner:
             mask,
             request.adapter_id,
         )
-
-    def _swap_in(self, step: SchedulerOutput) -> None:
-        for host_id in step.swap_in.host_block_ids:
-            if host_id not in self._host_blocks:
-                raise MirrorError(f"host block {host_id} was never written")
-        owners: dict[int, BlockOwner] = {}
-        for new in step.scheduled_new_reqs:  # the first request with a block writes it
-            request = self._mirror.requests[new.req_id]
-            for group, table in enumerate(self._kv_tables(new.block_ids)):
-                for index, block_id in enumerate(table):
-                    owners.setdefault(block_id, BlockOwner(request, group, index))
-        for block_id in step.swap_in.device_block_ids:
-            if block_id not in owners:
-                raise MirrorError(f"swap_in fills block {block_id}, which no new request holds")
-            self._claim(block_id, owners[block_id])
-
-    def _kv_tables(self, tables: list[T]) -> list[T]:
-        return tables if self._states is None else tables[:-1]
-
-    def _claim_blocks(self, part: ScheduledRequest) -> None:
-        request, block_size = part.request, self.facts.block_size
-        is_in_block = part.num_tokens == 1 and part.start % block_size
-        if is_in_block and part.start > request.num_cached_tokens:
-            return  # its entry was claimed with the token before
-        first = max(part.start, request.num_cached_tokens) // block_size
-        for group, table in enumerate(self._kv_tables(request.block_tables)):
-            for index in range(first, (part.end - 1) // block_size + 1):
-                self._claim(table[index], BlockOwner(request, group, index))
-
-    def _claim(self, block_id: int, owner: BlockOwner) -> None:
-        before = self._writers.get(block_id)
-        if before == owner:
-            return
-        if before is not None and self._is_live(before):
-            raise MirrorError(
-                f"block {block_id} is written by requests {before.request.req_id}"
-                f" and {owner.request.req_id}"
-            )
-        self._writers[block_id] = owner
-
-    def _is_live(self, owner: BlockOwner) -> bool:
-        """Return whether the request still runs, and its window has not passed the block."""
-        request, group, entry = owner
-        if self._mirror.requests.get(request.req_id) is not request:
-            return False
-        window = self.facts.kv_groups[group].window
-        return entry >= first_visible(window, request.num_computed_tokens) // self.facts.block_size
 
     def _logprobs(self, token_id: int, num_top: int) -> TokenLogprobs:
         others = [i for i in range(min(num_top + 1, self.facts.vocab_size)) if i != token_id]

@@ -20,7 +20,8 @@ from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.test_mirror import new, step
 from worker_proc.errors import MirrorError
-from worker_proc.null_runner import NullRunner, NullTimes, draft_token_ids, next_token_id
+from worker_proc.null_model import draft_token_ids, next_token_id
+from worker_proc.null_runner import NullRunner, NullTimes
 
 EOS = [2]
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0)

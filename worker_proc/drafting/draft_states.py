@@ -25,7 +25,7 @@ class DraftStates:
         """Use the ids from `first_block` on."""
         self._ids = range(first_block, first_block + num_blocks)
         self._free = list(self._ids)
-        self.most_used = num_blocks
+        self.max_used = num_blocks
         """Maximum number of blocks that all requests may hold; less if another rank has fewer."""
 
     def clear(self) -> None:
@@ -45,7 +45,7 @@ class DraftStates:
         num_held = max(num_drafts, int(block_id != NULL_BLOCK))
         while len(held) > num_held:
             self._free.append(held.pop())
-        while len(held) < num_held and self.num_free > len(self._ids) - self.most_used:
+        while len(held) < num_held and self.num_free > len(self._ids) - self.max_used:
             held.append(self._free.pop())
         return min(num_drafts, len(held))
 

@@ -136,8 +136,8 @@ class RankExchange:
             first += len(part)
         return out
 
-    def least(self, number: int) -> int:
-        """Return the least of all ranks' numbers; raises as `add` does."""
+    def minimum(self, number: int) -> int:
+        """Return the smallest of all ranks' numbers; raises as `add` does."""
         return int(self.gather_on_host(torch.tensor([[number]])).min())
 
     def agree(self, token_ids: Sequence[int]) -> None:

@@ -246,10 +246,10 @@ def test_drafts_need_blocks_for_their_states_in_every_stage(
         assert states.num_free > few
         if runner is first:
             states._ids = states._ids[:few]
-            states.most_used = runner._pipe._num_draft_states = few  # type: ignore[attr-defined]
+            states.max_used = runner._pipe._num_draft_states = few  # type: ignore[attr-defined]
     run = stages.drive(PROMPTS, PARAMS, **DRAFTING)
     assert run.output_token_ids == expected.output_token_ids
-    assert last._mirror._draft_states.most_used == few  # type: ignore[attr-defined]
+    assert last._mirror._draft_states.max_used == few  # type: ignore[attr-defined]
     assert 0 < run.num_accepted_drafts < run.num_drafts
 
 
@@ -409,12 +409,12 @@ def test_states_of_ranks_are_kept_copied_and_computed_again(
     few, second = 9, ranks.runners[1]
     states = second._mirror._draft_states  # type: ignore[attr-defined]
     states._ids = states._ids[:few]
-    states.most_used = few
-    second._drafter._min_states = partial(second._exchange.least, few)  # type: ignore[attr-defined]
+    states.max_used = few
+    second._drafter._min_states = partial(second._exchange.minimum, few)  # type: ignore[attr-defined]
     for run in check_preempted(ranks, expected, **DRAFTING):
         assert 0 < run.num_accepted_drafts < run.num_drafts
     first = ranks.runners[0]._mirror._draft_states  # type: ignore[attr-defined]
-    assert first.most_used == few
+    assert first.max_used == few
 
 
 @pytest.mark.slow
