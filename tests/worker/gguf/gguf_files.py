@@ -109,16 +109,11 @@ def write_gguf(
     first part, which has keys and no tensors.
     """
     reference = directory / "reference"
-    build_checkpoint(reference, config)
-    weights = {
-        name: tensor.float() for name, tensor in load_file(reference / "model.safetensors").items()
-    }
-    for name, tensor in weights.items():
-        if name.endswith(("e_score_correction_bias", "expert_bias")):  # zeros
-            tensor.normal_(0.0, 0.1)
     layout = layout or layout_of(config)
-    weights = layout.apart(weights, config)
     architecture = architecture or _WRITER_ARCHITECTURES.get(config.model_type, config.model_type)
+    weights = layout.apart(_random_weights(reference, config), config)
+    if fuses_experts:
+        weights = _fused(weights)
     path = directory / "tiny.gguf"
     writer = gguf.GGUFWriter(
         path,
@@ -128,8 +123,6 @@ def write_gguf(
     )
     _add_keys(writer, config, keys or {})
     _add_vocabulary(writer, vocabulary or byte_vocabulary(config.vocab_size))
-    if fuses_experts:
-        weights = _fused(weights)
     for name, sources in _stored_names(weights, architecture, config).items():
         stored = np.stack(
             [_to_file(source, weights[source], config, architecture) for source in sources]
@@ -147,11 +140,27 @@ def write_gguf(
             weights[source] = _from_file(source, torch.from_numpy(value), config, architecture)
     for name, values in (tensors or {}).items():
         writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    weights = layout.together(_unfused(weights) if fuses_experts else weights, config)
+    _finish(writer)
+    _save(reference, layout.together(_unfused(weights) if fuses_experts else weights, config))
+    if tensors_per_part:
+        [path] = directory.glob("tiny-00001-of-*.gguf")
+    return path, reference
+
+
+def _random_weights(reference: Path, config: PretrainedConfig) -> dict[str, torch.Tensor]:
+    """Make a checkpoint, and return its weights in float32."""
+    build_checkpoint(reference, config)
+    weights = {
+        name: tensor.float() for name, tensor in load_file(reference / "model.safetensors").items()
+    }
+    for name, tensor in weights.items():
+        if name.endswith(("e_score_correction_bias", "expert_bias")):  # zeros
+            tensor.normal_(0.0, 0.1)
+    return weights
+
+
+def _save(reference: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    """Give a checkpoint other weights, in float32."""
     save_file(
         {name: tensor.contiguous() for name, tensor in weights.items()},
         reference / "model.safetensors",
@@ -159,9 +168,13 @@ def write_gguf(
     )
     settings = json.loads((reference / "config.json").read_text()) | {"dtype": "float32"}
     (reference / "config.json").write_text(json.dumps(settings))
-    if tensors_per_part:
-        [path] = directory.glob("tiny-00001-of-*.gguf")
-    return path, reference
+
+
+def _finish(writer: gguf.GGUFWriter) -> None:
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
 
 
 def layout_of(config: PretrainedConfig) -> Layout:
@@ -262,10 +275,7 @@ def write_random_gguf(path: Path, config: PretrainedConfig, type: Type) -> None:
             is_plain = len(shape) == 1
             made[shape] = np.ones(shape, np.float32) if is_plain else random_blocks(shape, type)
         writer.add_tensor(name, made[shape], raw_dtype=Type.F32 if len(shape) == 1 else type)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    _finish(writer)
 
 
 def _add_keys(

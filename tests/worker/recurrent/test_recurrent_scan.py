@@ -2,10 +2,11 @@
 
 from array import array
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.nn import functional
 from transformers.models.mamba import modeling_mamba
 
 from protocol.core_worker import NULL_BLOCK
@@ -31,106 +32,135 @@ KEY_HEADS, HEADS, KEYS, VALUES = 2, 4, 19, 37
 """Neither keys nor values fill whole vectors."""
 CHANNELS, TAPS = 75, 4
 
-Compute = Callable[[Any, slice], torch.Tensor]
-"""Computes some rows of all texts by an operation: `[T, ...]`."""
-
 
 def rows(*shape: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
-TYPES: dict[str, Callable[..., Any]] = {
-    "average": WeightedAverage,
-    "convolution": CausalConvolution,
-    "gated": GatedRecurrence,
-    "mamba2": Mamba2Scan,
-    "selective": SelectiveScan,
+class Tokens:
+    """What the tokens of all texts bring to operations, and the parameters of these."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        total = sum(LENGTHS)
+        self.dtype = dtype
+        self.queries, self.keys = (
+            rows(1, total, KEY_HEADS, KEYS, seed=n).to(dtype) for n in (1, 2)
+        )
+        self.values = rows(1, total, HEADS, VALUES, seed=3).to(dtype)
+        self.rates = torch.sigmoid(rows(1, total, HEADS, seed=4)).to(dtype)
+        self.log_decays = -functional.softplus(rows(1, total, HEADS, KEYS, seed=5))
+        self.weight = rows(CHANNELS, TAPS, seed=6).to(dtype)
+        self.bias = rows(CHANNELS, seed=7).to(dtype)
+        self.channels = rows(1, total, CHANNELS, seed=8).to(dtype)
+        self.decay, self.skip = -rows(HEADS, seed=9).exp(), rows(HEADS, seed=10)
+        self.gates, self.steps = (rows(1, total, CHANNELS, seed=n).to(dtype) for n in (11, 12))
+        self.channel_decays = -rows(CHANNELS, KEYS, seed=13).exp()
+        self.decay_speeds = rows(CHANNELS, seed=14)
+
+
+def averages(tokens: Tokens, op: Any, at: torch.Tensor) -> torch.Tensor:
+    logs_of_weights = (tokens.channels[:, at].float() * 8.0).to(tokens.dtype)
+    wider = torch.cat([tokens.gates[:, at], tokens.channels[:, at]], dim=2)  # a merged product's
+    out, _ = op(tokens.decay_speeds, tokens.bias.float(), logs_of_weights, wider[..., :CHANNELS])
+    return out[0]
+
+
+def convolved(tokens: Tokens, op: Any, at: torch.Tensor) -> torch.Tensor:
+    part = tokens.channels[:, at].transpose(1, 2)
+    return op(part, tokens.weight, tokens.bias, activation="silu").transpose(1, 2)[0]
+
+
+def by_delta_rule(tokens: Tokens, op: Any, at: torch.Tensor) -> torch.Tensor:
+    heads = tokens.queries[:, at], tokens.keys[:, at]
+    return with_log_decays(tokens, op, at, heads, tokens.log_decays[:, at, :, 0])
+
+
+def by_delta_rule_with_key_decays(tokens: Tokens, op: Any, at: torch.Tensor) -> torch.Tensor:
+    heads = [
+        values[:, at].repeat_interleave(HEADS // KEY_HEADS, 2)
+        for values in (tokens.queries, tokens.keys)
+    ]
+    return with_log_decays(tokens, op, at, heads, tokens.log_decays[:, at])
+
+
+def with_log_decays(
+    tokens: Tokens, op: Any, at: torch.Tensor, heads: Sequence[torch.Tensor], logs: torch.Tensor
+) -> torch.Tensor:
+    """Call a delta rule; `heads` are its queries and keys."""
+    out, _ = op(
+        *(*heads, tokens.values[:, at]),
+        g=logs,
+        beta=tokens.rates[:, at],
+        use_qk_l2norm_in_kernel=True,
+    )
+    return out[0]
+
+
+def by_gates(tokens: Tokens, op: Any, at: torch.Tensor) -> torch.Tensor:
+    gates = torch.sigmoid(tokens.steps.float())
+    out: torch.Tensor = op(tokens.channels[0, at].float(), gates[0, at])
+    return out
+
+
+def by_mamba2(tokens: Tokens, op: Any, at: torch.Tensor) -> torch.Tensor:
+    return op(
+        *(tokens.values[:, at], tokens.rates[:, at], tokens.decay),
+        *(tokens.keys[:, at], tokens.queries[:, at]),
+        chunk_size=8,
+        D=tokens.skip,
+        dt_bias=tokens.skip,
+        dt_softplus=True,
+    )[0]
+
+
+def by_selective_scan(tokens: Tokens, op: Any, at: torch.Tensor) -> torch.Tensor:
+    # steps of no time to long ones, as a softplus makes of large numbers
+    inputs = (tokens.channels, tokens.steps * 20.0, tokens.gates)
+    channels, steps, gates = (values[:, at].transpose(1, 2) for values in inputs)
+    keys, queries = (heads[:, at, 0].transpose(1, 2) for heads in (tokens.keys, tokens.queries))
+    return op(
+        *(channels, steps, tokens.channel_decays, keys, queries),
+        D=tokens.weight[:, 0],
+        z=gates,
+        delta_bias=tokens.bias,
+        delta_softplus=True,
+    ).transpose(1, 2)[0]
+
+
+class Kind(NamedTuple):
+    """A kind of operation, the shape of its state, and how it is called for some tokens."""
+
+    type: Callable[..., Any]
+    shape: tuple[int, ...]
+    compute: Callable[[Tokens, Any, torch.Tensor], torch.Tensor]
+
+
+HEAD_STATES = (HEADS, -(-VALUES // 16), KEYS, 16)
+KINDS = {
+    "average": Kind(WeightedAverage, (3, CHANNELS), averages),
+    "convolution": Kind(CausalConvolution, (TAPS - 1, CHANNELS), convolved),
+    "delta": Kind(DeltaRule, HEAD_STATES, by_delta_rule),
+    "gated": Kind(GatedRecurrence, (CHANNELS,), by_gates),
+    "key_decays": Kind(DeltaRule, HEAD_STATES, by_delta_rule_with_key_decays),
+    "mamba2": Kind(Mamba2Scan, HEAD_STATES, by_mamba2),
+    "selective": Kind(SelectiveScan, (-(-CHANNELS // 16), KEYS, 16), by_selective_scan),
 }
-"""By the kind; all other kinds are delta rules."""
 
 
 class Case:
-    """One kind of operation, and what the tokens of all texts bring to it."""
+    """One kind of operation over the tokens of all texts."""
 
     def __init__(self, kind: str, dtype: torch.dtype = torch.float32) -> None:
-        self.kind = kind
-        total = sum(LENGTHS)
-        queries, keys = (rows(1, total, KEY_HEADS, KEYS, seed=n).to(dtype) for n in (1, 2))
-        values = rows(1, total, HEADS, VALUES, seed=3).to(dtype)
-        rates = torch.sigmoid(rows(1, total, HEADS, seed=4)).to(dtype)
-        logs = -torch.nn.functional.softplus(rows(1, total, HEADS, KEYS, seed=5))
-        weight, bias = rows(CHANNELS, TAPS, seed=6).to(dtype), rows(CHANNELS, seed=7).to(dtype)
-        channels = rows(1, total, CHANNELS, seed=8).to(dtype)
-        decay, skip = -rows(HEADS, seed=9).exp(), rows(HEADS, seed=10)
-        gates, steps = (rows(1, total, CHANNELS, seed=n).to(dtype) for n in (11, 12))
-        channel_decays = -rows(CHANNELS, KEYS, seed=13).exp()
-        channel_gates = torch.sigmoid(steps.float())
-        decay_speeds = rows(CHANNELS, seed=14)
-        self.type = TYPES.get(kind, DeltaRule)
-
-        def compute(op: Any, at: torch.Tensor) -> torch.Tensor:
-            if kind == "convolution":
-                part = channels[:, at].transpose(1, 2)
-                out = op(part, weight, bias, activation="silu").transpose(1, 2)
-            elif kind == "selective":
-                # steps of no time to long ones, as a softplus makes of large numbers
-                part = [v[:, at].transpose(1, 2) for v in (channels, steps * 20.0, gates)]
-                first, second = (v[:, at, 0].transpose(1, 2) for v in (keys, queries))
-                out = op(
-                    *(part[0], part[1], channel_decays, first, second),
-                    D=weight[:, 0],
-                    z=part[2],
-                    delta_bias=bias,
-                    delta_softplus=True,
-                ).transpose(1, 2)
-            elif kind == "average":
-                logs_of_weights = (channels[:, at].float() * 8.0).to(dtype)
-                wider = torch.cat([gates[:, at], channels[:, at]], dim=2)  # as of merged products
-                out, _ = op(decay_speeds, bias.float(), logs_of_weights, wider[..., :CHANNELS])
-            elif kind == "gated":
-                out = op(channels[0, at].float(), channel_gates[0, at])[None]
-            elif kind == "mamba2":
-                out = op(
-                    values[:, at],
-                    rates[:, at],
-                    decay,
-                    keys[:, at],
-                    queries[:, at],
-                    chunk_size=8,
-                    D=skip,
-                    dt_bias=skip,
-                    dt_softplus=True,
-                )
-            else:
-                g = logs[:, at] if kind == "key_decays" else logs[:, at, :, 0]
-                out, _ = op(
-                    queries[:, at].repeat_interleave(2, 2)
-                    if kind == "key_decays"
-                    else queries[:, at],
-                    keys[:, at].repeat_interleave(2, 2) if kind == "key_decays" else keys[:, at],
-                    values[:, at],
-                    g=g,
-                    beta=rates[:, at],
-                    use_qk_l2norm_in_kernel=True,
-                )
-            return out[0]
-
-        self.compute = compute
-        shape: tuple[int, ...] = (HEADS, -(-VALUES // 16), KEYS, 16)
-        if kind == "convolution":
-            shape = TAPS - 1, CHANNELS
-        elif kind == "selective":
-            shape = -(-CHANNELS // 16), KEYS, 16
-        elif kind in ("average", "gated"):
-            shape = (3, CHANNELS) if kind == "average" else (CHANNELS,)
+        self.type, shape, self._compute = KINDS[kind]
+        self._tokens = Tokens(dtype)
         self.spec = StateSpec("", shape, is_window=kind == "convolution")
-        self.dtype = dtype
+
+    def compute(self, op: Any, at: torch.Tensor) -> torch.Tensor:
+        """Compute the tokens `at` of all texts by an operation: `[T, ...]`."""
+        return self._compute(self._tokens, op, at)
 
     def pool(self) -> StatePool:
-        return StatePool([RecurrentSpec("m", 1, (self.spec,))], NUM_BLOCKS, 4, self.dtype)
-
-
-KINDS = ("average", "convolution", "delta", "gated", "key_decays", "mamba2", "selective")
+        return StatePool([RecurrentSpec("m", 1, (self.spec,))], NUM_BLOCKS, 4, self._tokens.dtype)
 
 
 def computed(
