@@ -7,8 +7,8 @@ import pytest
 from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, Refused, StepOutputs
 from protocol.core_worker import AdapterLoaded, UnloadAdapter
+from tests.core.adapter_engine import adapted, control, make_engine
 from tests.core.engine_bench import CLIENT, FACTS, add, answer
-from tests.core.test_adapters import adapted, control, make_engine
 
 ADAPTERS = [Adapter(str(number), f"/{number}", bytes([number + 1]) * 32) for number in range(6)]
 NUM_EVENTS = 400

@@ -11,7 +11,8 @@ from protocol.process import child_runtime
 from protocol.process.progress_page import Phase, ProgressPage, ProgressRecord
 from tests.unsupervised_child import UnsupervisedChild
 from tests.worker import test_shim
-from tests.worker.test_shim import OWN_EPOCH, Bench, DeviceRunner, FakeRunner, step
+from tests.worker.fake_runner import DeviceRunner, FakeRunner, step
+from tests.worker.loop_bench import OWN_EPOCH, Bench
 
 
 class WatchedRunner(FakeRunner):
