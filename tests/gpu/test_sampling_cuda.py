@@ -10,7 +10,7 @@ from protocol.sampling import SamplingParams
 from tests.gpu.test_parity_cuda import make_eager_runner, make_plain_runner, make_whole_runner
 from tests.worker.checkpoints import ARCHITECTURES, VOCAB_SIZE, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.sampling.test_sampler import EOS, _logits, _random_params, _random_rows, _row
+from tests.worker.sampling.rows import EOS, make_row, random_logits, random_params, random_rows
 from worker_proc.sampling.sampler import Sampler
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -34,16 +34,16 @@ def both_ways(logits: torch.Tensor, rows: list) -> tuple[list[int], list[int]]: 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_the_device_chooses_the_tokens_of_the_host(seed: int) -> None:
-    logits = _logits(200, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed])
-    found, expected = both_ways(logits, _random_rows(200, seed))
+    logits = random_logits(200, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed])
+    found, expected = both_ways(logits, random_rows(200, seed))
     assert found == expected
 
 
 def test_a_large_vocabulary_is_searched_exactly() -> None:
-    logits = _logits(32, 3, spread=3.0, vocab_size=LARGE_VOCAB).float()
+    logits = random_logits(32, 3, spread=3.0, vocab_size=LARGE_VOCAB).float()
     shapes = [{}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 2000, "top_p": 0.99}, {"min_p": 0.02}]
     shapes += [{"temperature": 4.0, "top_p": 0.95}, {"temperature": 0.2}, {"top_p": 1 - 1e-9}]
-    rows = [_row(SamplingParams(seed=i, **shapes[i % len(shapes)])) for i in range(32)]
+    rows = [make_row(SamplingParams(seed=i, **shapes[i % len(shapes)])) for i in range(32)]
     found, expected = both_ways(logits, rows)
     assert found == expected
 
@@ -98,7 +98,7 @@ def test_requests_that_are_preempted_continue_exactly(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, LLAMA.config())
     prompts, _ = prompts_and_params()
     rng = random.Random(0)
-    params = [_random_params(rng) for _ in prompts]
+    params = [random_params(rng) for _ in prompts]
     runner = make_whole_runner(tmp_path)
     expected = drive(runner, prompts, params, max_num_seqs=4).output_token_ids
     options = {"max_num_seqs": 16, "max_steps_in_flight": 2, "num_blocks": 60}

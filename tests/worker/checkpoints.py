@@ -1,5 +1,6 @@
 """Builds small checkpoints with random weights, one per architecture, for the worker's tests."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -346,10 +347,15 @@ def build_checkpoints(
 
 def load_model(
     directory: Path,
-    dtype: str,
+    dtype: str = "auto",
     progress: ReportProgress = lambda phase, done, total: None,
 ) -> LoadedModel:
     """Check and load a checkpoint; transformers' modules stay as they are."""
     checked = check_model(str(directory), dtype, torch.device("cpu"), progress)
     rehearse(checked)
     return load_checked(checked, progress)
+
+
+def change_config(directory: Path, **changes: Any) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))

@@ -103,6 +103,14 @@ def _backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
         build()
 
 
+@pytest.fixture(scope="session")
+def library() -> NativeLibrary:
+    """The kernels, compiled now if they are not yet."""
+    if compiler() is None:
+        pytest.skip("no C++ compiler")
+    return NativeLibrary(build())
+
+
 @pytest.fixture(params=["torch", "native"])
 def sampling_library(request: pytest.FixtureRequest) -> NativeLibrary | None:
     """Run the test with either way to choose tokens on the CPU; None: torch."""

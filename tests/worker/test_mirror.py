@@ -1,7 +1,5 @@
 """The mirror follows the rules of the link, and stops at the first step that breaks one."""
 
-from collections.abc import Sequence
-
 import msgspec
 import pytest
 
@@ -13,13 +11,12 @@ from protocol.core_worker import (
     NewRequestData,
     SchedulerOutput,
 )
-from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
+from tests.worker.steps import BLOCK_SIZE, new, step
 from worker_proc.errors import MirrorError
 from worker_proc.mirror import Mirror
 from worker_proc.sampling.row_edits import TokenCounts
 
-BLOCK_SIZE = 4
 FACTS = ModelFacts(
     model="none",
     vocab_size=100,
@@ -29,50 +26,6 @@ FACTS = ModelFacts(
     eos_token_ids=[],
     num_host_blocks=5,
 )
-
-
-def new(
-    req_id: int,
-    num_tokens: int = 6,
-    blocks: Sequence[int] | None = None,
-    computed: int = 0,
-    cached: int | None = None,
-) -> NewRequestData:
-    """A request of tokens 10, 11, ... with exactly the blocks that it needs."""
-    if blocks is None:
-        first = 10 * req_id + 1
-        blocks = range(first, first + -(-num_tokens // BLOCK_SIZE))
-    return NewRequestData(
-        req_id=req_id,
-        token_ids=pack_token_ids(range(10, 10 + num_tokens)),
-        num_prompt_tokens=num_tokens,
-        sampling_params=SamplingParams(),
-        block_ids=[list(blocks)],
-        num_computed_tokens=computed,
-        num_cached_tokens=computed if cached is None else cached,
-    )
-
-
-def step(
-    step_id: int,
-    total: int,
-    news: Sequence[NewRequestData] = (),
-    *,
-    counts: dict[int, int] | None = None,
-    grown: dict[int, list[list[int]]] | None = None,
-    preempted: Sequence[int] = (),
-    finished: Sequence[int] = (),
-) -> SchedulerOutput:
-    grown = grown or {}
-    return SchedulerOutput(
-        step_id=step_id,
-        scheduled_new_reqs=list(news),
-        scheduled_cached_reqs=CachedRequestData(list(grown), list(grown.values())),
-        num_scheduled_tokens=counts or {},
-        total_num_scheduled_tokens=total,
-        preempted_req_ids=list(preempted),
-        finished_req_ids=list(finished),
-    )
 
 
 def make_mirror() -> Mirror:

@@ -11,7 +11,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import across_the_wire, drive
 from tests.worker.parity import make_prompts, make_runner
-from tests.worker.test_mirror import new, step
+from tests.worker.steps import new, step
 from worker_proc.errors import MirrorError
 from worker_proc.model_runner import ModelRunner
 

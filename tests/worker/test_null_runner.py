@@ -18,7 +18,7 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
-from tests.worker.test_mirror import new, step
+from tests.worker.steps import new, step
 from worker_proc.errors import MirrorError
 from worker_proc.null_model import draft_token_ids, next_token_id
 from worker_proc.null_runner import NullRunner, NullTimes

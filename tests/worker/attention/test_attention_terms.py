@@ -11,13 +11,7 @@ import pytest
 import torch
 
 from tests.combinations import in_turn
-from tests.worker.attention.test_native_attention import (
-    CPU,
-    DTYPES,
-    LENGTHS,
-    Texts,
-    native_backend,
-)
+from tests.worker.attention.texts import CPU, DTYPES, LENGTHS, Texts, native_backend
 from worker_proc.attention.interface import AttentionBackend, PagedLayer
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.attention.work import SECTION

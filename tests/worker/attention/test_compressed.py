@@ -45,11 +45,6 @@ def directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
-
-
 @pytest.mark.slow
 @needs_kernels
 @pytest.mark.timeout(600)

@@ -1,179 +1,40 @@
 """The native kernel equals the plain backend, with the same bits however the work is cut."""
 
 import copy
-import functools
-import random
 import shutil
 from array import array
-from collections.abc import Sequence
-from typing import Any, NamedTuple
 
 import pytest
 import torch
 
-from protocol.sampling import SamplingParams
 from tests.combinations import in_turn
-from tests.worker.mini_scheduler import fill_with_nan
-from worker_proc.attention.interface import AttentionBackend, PagedLayer, Rows, Scoring
-from worker_proc.attention.native import NativeBackend, can_attend
+from tests.worker.attention.texts import (
+    CODES,
+    CPU,
+    DTYPES,
+    LATENT_SPECS,
+    LENGTHS,
+    NUM_BLOCKS,
+    SCALE,
+    SPECS,
+    Texts,
+    native_backend,
+    slow,
+)
+from worker_proc.attention.interface import PagedLayer
+from worker_proc.attention.native import can_attend
 from worker_proc.attention.sdpa import Rule, SdpaBackend
-from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_format import KVFormat, round_rows
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.kv.kv_tensors import KVTensors
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler, library_path
 from worker_proc.native.kernels import NativeLibrary, load_library
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-CPU = torch.device("cpu")
-NUM_BLOCKS = 400
-LENGTHS = (1, 2, 15, 16, 17, 29, 40, 64, 150)
-SCALE = 0.3
-SPECS = (
-    LayerSpec(num_heads=6, num_kv_heads=2, head_dim=64, value_head_dim=64, window=None),
-    LayerSpec(num_heads=4, num_kv_heads=4, head_dim=32, value_head_dim=32, window=9),
-    LayerSpec(num_heads=9, num_kv_heads=1, head_dim=80, value_head_dim=80, window=None),
-    LayerSpec(num_heads=2, num_kv_heads=2, head_dim=24, value_head_dim=12, window=20),
-    LayerSpec(num_heads=8, num_kv_heads=4, head_dim=15, value_head_dim=16, window=None),
-    LayerSpec(num_heads=16, num_kv_heads=1, head_dim=128, value_head_dim=64, window=70),
-    LayerSpec(num_heads=71, num_kv_heads=1, head_dim=64, value_head_dim=64, window=None),
-    LayerSpec(num_heads=70, num_kv_heads=2, head_dim=16, value_head_dim=24, window=20),
-)
-"""The last two have more heads for each KV head than a call of the kernel computes."""
 
-LATENT_SPECS = (
-    LayerSpec(16, 1, head_dim=576, value_head_dim=512, window=None, is_latent=True),
-    LayerSpec(5, 1, head_dim=24, value_head_dim=16, window=None, is_latent=True),
-    LayerSpec(20, 1, head_dim=74, value_head_dim=44, window=20, is_latent=True),
-    LayerSpec(130, 1, head_dim=64, value_head_dim=48, window=None, is_latent=True),
-)
-"""Of 16 heads, one, two and four have a tile of a long prompt's tokens; 130 are two tiles."""
 FULL_GROUPS = LayerSpec(num_heads=8, num_kv_heads=2, head_dim=32, value_head_dim=32, window=None)
-CODES = (KVFormat.INT8, KVFormat.FP8)
 TINY = 2.0**-64
 """A factor of values whose squares are not normal numbers of bfloat16 or float32."""
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-def slow(*cases: Any) -> list[Any]:
-    """Mark further cases of a test."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
-        for case in cases
-    ]
-
-
-class Texts:
-    """Random queries, keys and values of some requests, and tables of scattered blocks."""
-
-    def __init__(
-        self,
-        spec: LayerSpec,
-        block_size: int,
-        dtype: torch.dtype,
-        lengths: Sequence[int] = LENGTHS,
-        format: KVFormat = KVFormat.PLAIN,
-        *,
-        num_blocks: int = NUM_BLOCKS,
-    ) -> None:
-        generator = torch.Generator().manual_seed(3)
-        self.spec, self.block_size, self.dtype = spec, block_size, dtype
-        self.num_blocks = num_blocks
-        self.pool_dtype = format.pool_dtype(dtype)
-        self.rows = [
-            [
-                torch.randn(length, heads, dim, generator=generator).to(dtype)
-                for heads, dim in (
-                    (spec.num_heads, spec.head_dim),
-                    (spec.num_kv_heads, spec.head_dim),
-                    (spec.num_kv_heads, spec.value_head_dim),
-                )
-            ]
-            for length in lengths
-        ]
-        self.biases: list[torch.Tensor] | None = None
-        """Of each text's queries, by distance: `[length, num_heads, distances]`."""
-        self.sinks: list[torch.Tensor] | None = None
-        """Of each text's queries, `[length, num_heads]`."""
-        if spec.is_latent:
-            for rows in self.rows:
-                rows[2] = rows[1][..., : spec.value_head_dim]
-        free = list(range(1, num_blocks))
-        random.Random(5).shuffle(free)
-        self.requests = []
-        for req_id, length in enumerate(lengths):
-            blocks = array("i", [free.pop() for _ in range(-(-length // block_size))])
-            self.requests.append(
-                MirroredRequest(req_id, [0] * length, length, SamplingParams(), [blocks], 0, 0)
-            )
-
-    def layer(
-        self,
-        backend: AttentionBackend,
-        sinks: torch.Tensor | None = None,
-        biases: torch.Tensor | None = None,
-        bias_origin: int | None = None,
-    ) -> PagedLayer:
-        """Return a layer with an empty pool."""
-        shapes = backend.pool_shapes(self.spec, self.num_blocks)
-        pools = [torch.zeros(shape, dtype=self.pool_dtype) for shape in shapes if shape]
-        tensors = KVTensors(pools[0], pools[-1])
-        return PagedLayer(
-            self.spec, tensors, backend, sinks=sinks, biases=biases, bias_origin=bias_origin
-        )
-
-    def attend(
-        self,
-        layer: PagedLayer,
-        parts: Sequence[tuple[int, int, int]],
-        softcap: float | None = None,
-    ) -> list[torch.Tensor]:
-        """Compute one step of (request, start, num_tokens) and return each part's rows."""
-        scheduled = [
-            ScheduledRequest(self.requests[i], start, count, True) for i, start, count in parts
-        ]
-        layer.backend.begin_step(pack_step(scheduled, CPU))
-
-        def packed(texts: Sequence[torch.Tensor]) -> torch.Tensor:
-            return torch.cat([texts[i][start : start + count] for i, start, count in parts])
-
-        terms = [None if one is None else packed(one) for one in (self.biases, self.sinks)]
-        kinds = [packed([rows[kind] for rows in self.rows]) for kind in range(3)]
-        # The layout that models pass: heads first in memory.
-        rows = Rows(*(t.transpose(0, 1).contiguous().transpose(0, 1) for t in kinds))
-        out = layer.backend.attend(layer, rows, Scoring(SCALE, softcap, *terms))
-        return list(out.split([count for _, _, count in parts]))
-
-
-def native_backend(
-    block_size: int,
-    dtype: torch.dtype,
-    windows: Sequence[int | None] = (None,),
-    library: NativeLibrary | None = None,
-    specs: Sequence[LayerSpec] = SPECS,
-    *,
-    format: KVFormat = KVFormat.PLAIN,
-) -> NativeBackend:
-    library = library or built_library()
-    return NativeBackend(library, block_size, dtype, specs, windows, format=format)
-
-
-@functools.cache
-def built_library() -> NativeLibrary:
-    build()
-    library = load_library()
-    assert library is not None
-    return library
-
-
-@pytest.fixture(scope="module")
-def without_tiles(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
-    """The kernels of a processor without AMX; a copy, since each file is loaded once."""
-    copied = tmp_path_factory.mktemp("native") / "copy.so"
-    shutil.copy(build(), copied)
-    return NativeLibrary(copied, uses_tiles=False, uses_floats=False)
 
 
 @pytest.fixture(scope="module")
@@ -521,97 +382,3 @@ def test_nothing_is_loaded_that_was_not_built(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert not library_path().exists()
     assert load_library() is None
-
-
-class Kind(NamedTuple):
-    """A backend, and what its pools hold."""
-
-    name: str
-    dtype: torch.dtype
-    format: KVFormat = KVFormat.PLAIN
-
-    def backend(self, spec: LayerSpec, block_size: int) -> AttentionBackend:
-        if self.name == "plain":
-            return SdpaBackend({Rule(0, spec.window)}, block_size, self.dtype, CPU)
-        return native_backend(block_size, self.dtype, [spec.window], format=self.format)
-
-
-KINDS = (
-    Kind("plain", torch.float32),
-    *(Kind("native", dtype, format) for dtype in DTYPES for format in KVFormat),
-)
-
-
-WINDOW_CUTS = ((4, 1), (16, 11), (32, 40))
-MORE_WINDOW_CUTS = ((4, 40), (16, 2), (32, 1))
-"""Blocks and chunks: a block before the window may end with one chunk, or in the middle of it."""
-
-
-@pytest.mark.parametrize(
-    ("kind", "block_size", "chunk"),
-    [
-        *(
-            (kind, *cut)
-            for kind in KINDS
-            for cut in [(16, 11)] * (kind.format in CODES) or WINDOW_CUTS
-        ),
-        *slow(
-            *((k, *cut) for k in KINDS for cut in MORE_WINDOW_CUTS if k.format not in CODES),
-        ),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[3], SPECS[5], LATENT_SPECS[2]], ids=str)
-def test_blocks_before_the_window_are_never_read(
-    spec: LayerSpec, kind: Kind, block_size: int, chunk: int
-) -> None:
-    """Neither they, where the table still has them, nor the null block in their place."""
-    assert spec.window is not None
-    if spec.is_latent and kind.format in CODES:
-        pytest.skip("latent rows have no codes")
-    texts = Texts(spec, block_size, kind.dtype, format=kind.format)
-    longest, num_tokens = len(LENGTHS) - 1, LENGTHS[-1]
-    table = texts.requests[longest].block_tables[0]
-    outputs = []
-    for mode in ("kept", "stale", "null"):
-        texts.requests[longest].block_tables = [table[:]]
-        layer, rows = texts.layer(kind.backend(spec, block_size)), []
-        if mode != "kept" and kind.name == "native":
-            fill_with_nan(layer.kv.keys)
-            fill_with_nan(layer.kv.values)
-        for start in range(0, num_tokens, chunk):
-            passed = max(start - spec.window + 1, 0) // block_size
-            if mode != "kept":
-                fill_with_nan(layer.kv.keys, [0, *table[:passed]])
-                fill_with_nan(layer.kv.values, [0, *table[:passed]])
-            if mode == "null":
-                texts.requests[longest].block_tables = [array("i", [0] * passed) + table[passed:]]
-            rows += texts.attend(layer, [(longest, start, min(chunk, num_tokens - start))])
-        outputs.append(torch.cat(rows))
-    assert torch.equal(outputs[0], outputs[1])
-    assert torch.equal(outputs[0], outputs[2])
-
-
-@pytest.mark.parametrize(
-    ("spec", "kind"),
-    [
-        *((spec, kind) for spec in SPECS for kind in KINDS),
-        *((spec, kind) for spec in LATENT_SPECS for kind in KINDS if kind.format not in CODES),
-    ],
-    ids=str,
-)
-def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, kind: Kind) -> None:
-    """A NaN beyond a request's context must not reach it."""
-    texts = Texts(spec, 16, kind.dtype, format=kind.format)
-    backend = kind.backend(spec, 16)
-    outputs = []
-    for is_nan in (False, True):
-        layer = texts.layer(backend)
-        if is_nan:
-            fill_with_nan(layer.kv.keys)
-            fill_with_nan(layer.kv.values)
-        longer = [i for i, length in enumerate(LENGTHS) if length > 1]
-        texts.attend(layer, [(i, 0, LENGTHS[i] - 1) for i in longer])
-        outputs.append(torch.cat(texts.attend(layer, [(i, LENGTHS[i] - 1, 1) for i in longer])))
-    clean, after_nan = outputs
-    assert torch.equal(clean, after_nan)

@@ -7,14 +7,12 @@ import pytest
 import torch
 
 from tests.combinations import in_turn
-from tests.worker.attention.test_native_attention import Texts, native_backend, without_tiles
+from tests.worker.attention.texts import Texts, native_backend
 from worker_proc.attention.native import NativeBackend
 from worker_proc.attention.work import SECTION
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
-
-__all__ = ["without_tiles"]
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 

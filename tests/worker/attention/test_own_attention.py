@@ -8,8 +8,7 @@ import torch
 from transformers import BloomConfig, MptConfig, PretrainedConfig
 from transformers.models.falcon.modeling_falcon import FalconLinear
 
-from tests.worker.checkpoints import WINDOW, build_checkpoint
-from tests.worker.loading.test_loader import load
+from tests.worker.checkpoints import WINDOW, build_checkpoint, load_model
 from tests.worker.own_attention_models import OWN_ATTENTION
 from tests.worker.parity import make_runner
 from worker_proc.attention.stand_ins import OwnCache, OwnCall
@@ -78,7 +77,7 @@ def test_a_module_that_differs_from_its_own_forward_is_refused(
     name: str, function: str, result: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build_checkpoint(tmp_path, MODELS[name].config())
-    loaded = load(tmp_path)
+    loaded = load_model(tmp_path)
     monkeypatch.setattr(own_attention, function, lambda *args: result)
     with pytest.raises(UnsupportedModel, match="differs from its own forward"):
         install_own_attention(loaded)
@@ -88,7 +87,7 @@ def test_biases_windows_and_repeated_heads_are_observed(tmp_path: Path) -> None:
     found = {}
     for name in ("bloom", "gpt_neo", "falcon_new"):
         build_checkpoint(tmp_path / name, MODELS[name].config())
-        loaded, layers = install_own_attention(load(tmp_path / name))
+        loaded, layers = install_own_attention(load_model(tmp_path / name))
         found[name] = [(one.spec.window, one.spec.num_kv_heads, one.biases_of) for one in layers]
         if name == "bloom":
             biases = loaded.model.get_buffer(str(loaded.layers[1].biases))
@@ -116,7 +115,7 @@ def test_biases_are_as_precise_in_a_model_of_long_contexts(
     build_checkpoint(tmp_path, config)
     found = []
     for max_model_len in (None, 3000):
-        loaded, _ = install_own_attention(load(tmp_path), max_model_len=max_model_len)
+        loaded, _ = install_own_attention(load_model(tmp_path), max_model_len=max_model_len)
         [layer] = loaded.layers
         assert loaded.model_len == (max_model_len or 65_536)
         assert layer.bias_origin == loaded.model_len - 1
@@ -129,7 +128,7 @@ def test_biases_are_as_precise_in_a_model_of_long_contexts(
 
 def test_heads_of_equal_weights_are_not_taken_for_copies(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, MODELS["gpt_neo"].config())
-    loaded = load(tmp_path)
+    loaded = load_model(tmp_path)
     for layer in loaded.layers:
         module = loaded.model.get_submodule(layer.module_name)
         for linear in (module.k_proj, module.v_proj):
@@ -141,7 +140,7 @@ def test_heads_of_equal_weights_are_not_taken_for_copies(tmp_path: Path) -> None
 
 def test_a_module_that_gives_zeros_is_proven(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, MODELS["gpt_neo"].config())
-    loaded = load(tmp_path)
+    loaded = load_model(tmp_path)
     module = loaded.model.get_submodule(loaded.layers[0].module_name)
     torch.nn.init.zeros_(module.out_proj.weight)
     torch.nn.init.zeros_(module.out_proj.bias)
@@ -150,9 +149,9 @@ def test_a_module_that_gives_zeros_is_proven(tmp_path: Path) -> None:
 
 def test_what_is_known_is_not_proven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, MODELS["bloom"].config())
-    first, proven = install_own_attention(load(tmp_path))
+    first, proven = install_own_attention(load_model(tmp_path))
     monkeypatch.delattr(own_attention, "_prove")
-    second, known = install_own_attention(load(tmp_path), proven)
+    second, known = install_own_attention(load_model(tmp_path), proven)
     assert known == proven
     assert second.layers == first.layers
     tables = [one.model.get_buffer(str(one.layers[1].biases)) for one in (first, second)]

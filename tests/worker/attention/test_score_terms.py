@@ -14,10 +14,9 @@ from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 from transformers.models.inkling2.modeling_inkling2 import Inkling2SlidingAttention
 
 from protocol.config.settings import configure
-from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint
+from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint, load_model
 from tests.worker.driving import drive
 from tests.worker.hollow_checkpoints import assert_refused_before_weights, write_hollow
-from tests.worker.loading.test_loader import load
 from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,
@@ -176,7 +175,7 @@ def test_modules_that_compute_something_else_are_refused(
         return changed.change(out) if self.config._attn_implementation == "eager" else out
 
     build_checkpoint(tmp_path, MODELS[changed.name].config())
-    loaded = load(tmp_path, "float32")
+    loaded = load_model(tmp_path, "float32")
     prove_score_terms(loaded, None)
     monkeypatch.setattr(changed.kind, changed.method, other)
     with pytest.raises(UnsupportedModel, match="differs from its own forward"):
@@ -188,16 +187,16 @@ def test_modules_that_compute_something_else_are_refused(
 def test_what_is_proven_is_not_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, MODELS["inkling_text"].config())
     library = NativeLibrary(build())
-    loaded = load(tmp_path, "float32")
+    loaded = load_model(tmp_path, "float32")
     proven = prove_score_terms(loaded, library)
     assert proven == [layer.module_name for layer in loaded.layers]
     monkeypatch.setattr(score_terms, "_greatest_error", None)
-    assert prove_score_terms(load(tmp_path, "float32"), library, proven) == proven
+    assert prove_score_terms(load_model(tmp_path, "float32"), library, proven) == proven
 
 
 def test_logits_of_tokens_that_only_fill_up_are_not_counted(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, MODELS["inkling_text"].config())
-    assert load(tmp_path).vocab_size == SHAPE["vocab_size"]
+    assert load_model(tmp_path).vocab_size == SHAPE["vocab_size"]
 
 
 @pytest.mark.slow

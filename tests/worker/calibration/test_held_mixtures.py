@@ -10,7 +10,7 @@ from transformers import MixtralConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralSparseMoeBlock
 
 from tests.worker.checkpoints import SHAPE, build_checkpoint
-from tests.worker.parallel.test_ranks import Ranks
+from tests.worker.parallel.ranks import Ranks
 from worker_proc.calibration import self_check
 from worker_proc.errors import UnsupportedModel
 

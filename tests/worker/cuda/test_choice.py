@@ -9,15 +9,15 @@ from torch import Tensor
 
 from protocol.sampling import SamplingParams
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.sampling.test_sampler import (
+from tests.worker.sampling.rows import (
     EOS,
     VOCAB,
     Row,
-    _logits,
-    _random_params,
-    _random_rows,
-    _reference,
-    _row,
+    make_row,
+    random_logits,
+    random_params,
+    random_rows,
+    reference_token,
 )
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.sampling.sampler import Sampler
@@ -48,8 +48,8 @@ def test_equals_full_sort_reference(
     monkeypatch.setattr(choice, "MAX_TILE_TOKENS", tile)
     monkeypatch.setattr(choice, "MAX_NEAR", num_near)
     seed = tile + num_near
-    logits, rows = _logits(7, seed, spread), _random_rows(7, seed)
-    assert tokens(logits, rows) == [_reference(logits[i], row) for i, row in enumerate(rows)]
+    logits, rows = random_logits(7, seed, spread), random_rows(7, seed)
+    assert tokens(logits, rows) == [reference_token(logits[i], row) for i, row in enumerate(rows)]
 
 
 @pytest.mark.slow
@@ -59,10 +59,10 @@ def test_many_rows_equal_the_reference(seed: int, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(choice, "MAX_TILE_TOKENS", (64, 512)[seed % 2])
     monkeypatch.setattr(choice, "MAX_NEAR", (16, 64, 512)[seed % 3])
     logits, rows = (
-        _logits(100, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed % 4]),
-        _random_rows(100, seed),
+        random_logits(100, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed % 4]),
+        random_rows(100, seed),
     )
-    assert tokens(logits, rows) == [_reference(logits[i], row) for i, row in enumerate(rows)]
+    assert tokens(logits, rows) == [reference_token(logits[i], row) for i, row in enumerate(rows)]
 
 
 def test_cuts_that_lie_far_from_the_best_token() -> None:
@@ -74,21 +74,21 @@ def test_cuts_that_lie_far_from_the_best_token() -> None:
     rows = []
     for shape in shapes:
         for seed in seeds:
-            row = _row(SamplingParams(seed=seed, **shape))
-            if _reference(logits[0], row) != 7:
+            row = make_row(SamplingParams(seed=seed, **shape))
+            if reference_token(logits[0], row) != 7:
                 rows.append(row)
                 break
-    expected = [_reference(logits[0], row) for row in rows]
+    expected = [reference_token(logits[0], row) for row in rows]
     assert tokens(logits.expand(len(rows), -1), rows) == expected
     assert len(rows) == len(shapes)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_rows_that_are_not_finite_are_reported(bad: float) -> None:
-    logits = _logits(3).float()
+    logits = random_logits(3).float()
     logits[1, 400] = bad
     sampler = Sampler(VOCAB, EOS, DEVICE, make_choice=TritonChoice)
-    rows = [_row(SamplingParams(temperature=0.0))] * 3
+    rows = [make_row(SamplingParams(temperature=0.0))] * 3
     sampled = sampler.sample(logits.to(DEVICE), rows)
     assert sampled.not_finite == [1]
     assert sampled.token_ids == [int(logits[0].argmax()), 0, int(logits[2].argmax())]
@@ -104,12 +104,12 @@ def test_only_the_parameters_of_new_requests_are_sent() -> None:
     rng = random.Random(1)
     lines = ParameterLines(VOCAB, DEVICE)
     lines.reserve(8)
-    parts = [part_of(_random_params(rng)) for _ in range(5)]
+    parts = [part_of(random_params(rng)) for _ in range(5)]
     rows = [6, 0, 3, 2, 5]
     assert lines.update(rows, parts) == 5
     assert lines.update(rows[1:], parts[1:]) == 0
     tensor = lines.tensor
-    parts[2] = part_of(_random_params(rng))
+    parts[2] = part_of(random_params(rng))
     assert lines.update(rows, parts) == 1
     lines.reserve(8)
     assert lines.tensor is tensor

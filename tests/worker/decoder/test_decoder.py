@@ -14,7 +14,7 @@ from protocol.config import NativeDecoder, Quantization
 from protocol.sampling import SamplingParams
 from tests.worker.bitwise import DTYPES, engine_config, load
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
-from tests.worker.quantization.test_quantization import load as load_quantized
+from tests.worker.quantization.loads import load as load_quantized
 from worker_proc.decoder.install import layer_modules
 from worker_proc.inputs import pack_step
 from worker_proc.mirror import MirroredRequest, ScheduledRequest

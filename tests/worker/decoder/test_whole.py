@@ -16,7 +16,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.bitwise import DTYPES, engine_config
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.decoder.test_decoder import BY_NAME, NATIVE
-from tests.worker.quantization.test_quantization import load as load_quantized
+from tests.worker.quantization.loads import load as load_quantized
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.calibration.self_check import num_blocks_needed, trial_requests
 from worker_proc.decoder import angles, whole

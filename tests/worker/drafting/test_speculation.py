@@ -11,7 +11,7 @@ from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoi
 from tests.worker.compressed_models import DEEPSEEK_V4
 from tests.worker.mini_scheduler import MiniScheduler
 from tests.worker.parity import make_runner
-from tests.worker.test_mirror import new, step
+from tests.worker.steps import new, step
 from worker_proc.drafting import repetitions
 from worker_proc.drafting.ngram_index import NgramIndex
 from worker_proc.model_runner import ModelRunner

@@ -43,7 +43,7 @@ from tests.worker.parity import (
     modes_of,
     parity_config,
 )
-from tests.worker.quantization.test_quantization import product
+from tests.worker.quantization.products import product
 from tests.worker.runners import make_runners
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.gguf.architectures import ARCHITECTURES

@@ -19,7 +19,7 @@ from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.grammar.json_schemas import schemas, validate
-from tests.worker.test_mirror import step
+from tests.worker.steps import step
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
 

@@ -14,7 +14,7 @@ from transformers import LlamaConfig
 from protocol.config import ConfigError, EngineConfig, KVCacheDtype
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
-from tests.worker.attention.test_native_attention import SPECS, Texts, native_backend
+from tests.worker.attention.texts import SPECS, Texts, native_backend
 from tests.worker.bitwise import CONFIGS, NUM_THREADS, compare, engine_config, native
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive

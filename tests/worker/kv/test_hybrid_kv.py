@@ -21,7 +21,7 @@ from tests.worker.parity import (
     Serve,
     make_runner,
 )
-from tests.worker.test_mirror import new, step
+from tests.worker.steps import new, step
 from worker_proc.errors import InsufficientMemory, MirrorError
 from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.startup.parts import SwapSpace, share_swap_space

@@ -10,8 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from protocol.config import CacheConfig, Device, Dtype, EngineConfig, ModelConfig, WorkerConfig
-from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
-from tests.worker.loading.test_loader import change_config, load, silent
+from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint, change_config, load_model
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
 from worker_proc.startup.load_runner import load_model_runner
@@ -75,7 +74,7 @@ def test_a_bad_value_is_one_sentence_with_file_and_key(name: str, copied: Path) 
     changes, key = BAD_VALUES[name]
     change_config(copied, **changes)
     with pytest.raises(CheckpointError) as caught:
-        load(copied)
+        load_model(copied)
     text = str(caught.value)
     assert f"{copied}/config.json: " in text
     assert key in text
@@ -99,7 +98,7 @@ def test_a_bad_file_is_named(name: str, content: str, reason: str, copied: Path)
     if "index" in name:
         (copied / "model.safetensors").unlink()
     with pytest.raises(CheckpointError) as caught:
-        load(copied)
+        load_model(copied)
     assert f"{copied}/{name}" in str(caught.value)
     assert reason in str(caught.value)
 
@@ -127,7 +126,7 @@ def test_an_entry_of_a_header_that_is_none_is_named_with_its_file(
 ) -> None:
     change_entry(copied, entry)
     with pytest.raises(CheckpointError) as caught:
-        load(copied)
+        load_model(copied)
     text = str(caught.value)
     assert f"{copied}/model.safetensors is not a safetensors file: " in text
     assert WEIGHT in text or "malformed" in text
@@ -139,10 +138,10 @@ def test_headers_and_files_that_are_nested_too_deeply_are_named(copied: Path) ->
     text = b'{"a": ' + deep + b"}"
     (copied / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text)
     with pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file"):
-        load(copied)
+        load_model(copied)
     (copied / "config.json").write_bytes(text)
     with pytest.raises(CheckpointError, match=r"config\.json cannot be read as JSON"):
-        load(copied)
+        load_model(copied)
 
 
 def change_entry(directory: Path, entry: dict[str, Any]) -> None:
@@ -166,7 +165,7 @@ def test_weights_in_a_quantized_format_are_refused(dtype: torch.dtype, copied: P
     change_tensors(copied, quantize)
     reason = rf"{WEIGHT} is stored as (F8_|I8).*quantization_config"
     with pytest.raises(CheckpointError, match=reason):
-        load(copied)
+        load_model(copied)
 
 
 @pytest.mark.parametrize("key", ["dtype", "torch_dtype"])
@@ -176,9 +175,9 @@ def test_weights_of_float64_are_computed_in_another_type(key: str, copied: Path)
 
     change_tensors(copied, widen)
     change_config(copied, **{"dtype": None, key: "float64"})
-    assert load(copied, "float32").dtype == torch.float32
+    assert load_model(copied, "float32").dtype == torch.float32
     with pytest.raises(UnsupportedModel, match="float64"):
-        load(copied, "auto")
+        load_model(copied, "auto")
 
 
 @pytest.mark.parametrize(
@@ -187,7 +186,7 @@ def test_weights_of_float64_are_computed_in_another_type(key: str, copied: Path)
 def test_keys_that_the_model_does_not_use_are_refused(key: str, copied: Path) -> None:
     change_tensors(copied, lambda tensors: tensors.update({key: torch.ones(1)}))
     with pytest.raises(CheckpointError, match=f"has {key}, which llama does not use"):
-        load(copied)
+        load_model(copied)
 
 
 def test_keys_known_to_be_harmless_are_allowed(copied: Path, tmp_path_factory: Any) -> None:
@@ -199,12 +198,12 @@ def test_keys_known_to_be_harmless_are_allowed(copied: Path, tmp_path_factory: A
         "model.position_ids": torch.arange(4),
     }
     change_tensors(copied, lambda tensors: tensors.update(buffers))
-    load(copied)
+    load_model(copied)
     change_tensors(
         copied, lambda tensors: tensors.update({"model.layers.0.self_attn.bias": torch.ones(4)})
     )
     with pytest.raises(CheckpointError, match=r"self_attn\.bias"):
-        load(copied)
+        load_model(copied)
     tied = tmp_path_factory.mktemp("tied")
     build_checkpoint(tied, ARCHITECTURES[1].config())
     assert "lm_head.weight" not in load_file(tied / "model.safetensors")
@@ -213,7 +212,7 @@ def test_keys_known_to_be_harmless_are_allowed(copied: Path, tmp_path_factory: A
         tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
 
     change_tensors(tied, copy_head)
-    load(tied)
+    load_model(tied)
 
 
 def test_sizes_are_given_in_a_unit_that_shows_the_difference(llama_checkpoint: Path) -> None:
@@ -225,7 +224,7 @@ def test_sizes_are_given_in_a_unit_that_shows_the_difference(llama_checkpoint: P
         worker=WorkerConfig(num_threads=1),
     )
     with pytest.raises(ValueError, match=r"needs 102\.00 KiB .* and 48\.00 KiB are available"):
-        load_model_runner(config, silent)
+        load_model_runner(config, lambda *_: None)
 
 
 def test_json_of_the_checkpoints_is_as_expected(llama_checkpoint: Path) -> None:

@@ -1,6 +1,5 @@
 """Complete checkpoints load as they are; everything else is refused with its reason."""
 
-import json
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +22,7 @@ from tests.worker.checkpoints import (
     EOS_TOKEN_ID,
     VOCAB_SIZE,
     build_checkpoint,
+    change_config,
     load_model,
 )
 from tests.worker.families import VISION_LANGUAGE
@@ -32,7 +32,6 @@ from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedM
 from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import bytes_per_block, size_cache
 from worker_proc.loading import inspection, loader
-from worker_proc.loading.loader import LoadedModel
 from worker_proc.startup.load_runner import load_model_runner
 
 CPU = torch.device("cpu")
@@ -43,10 +42,6 @@ def silent(phase: str, done: int, total: int) -> None:
     """Take a report of progress."""
 
 
-def load(directory: Path, dtype: str = "auto") -> LoadedModel:
-    return load_model(directory, dtype)
-
-
 def test_weights_are_read_straight_to_a_device(llama_checkpoint: Path) -> None:
     """The meta device stands for one that is not the host."""
     check = modeling_utils.check_and_set_device_map
@@ -54,11 +49,6 @@ def test_weights_are_read_straight_to_a_device(llama_checkpoint: Path) -> None:
     model = loader._load_weights(checked, loader._reader(checked), silent)
     assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
     assert modeling_utils.check_and_set_device_map is check
-
-
-def change_config(directory: Path, **changes: Any) -> None:
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
 @pytest.mark.parametrize(
@@ -90,8 +80,8 @@ def test_a_model_whose_code_fails_is_refused_by_its_type(
 def test_sharded_weights_equal_those_in_one_file(llama_checkpoint: Path, tmp_path: Path) -> None:
     build_checkpoint(tmp_path, LLAMA(), max_shard_size="50KB")
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    whole = load(llama_checkpoint).model.state_dict()
-    sharded = load(tmp_path).model.state_dict()
+    whole = load_model(llama_checkpoint).model.state_dict()
+    sharded = load_model(tmp_path).model.state_dict()
     assert whole.keys() == sharded.keys()
     assert all(torch.equal(tensor, sharded[name]) for name, tensor in whole.items())
 
@@ -108,7 +98,7 @@ def test_reports_progress_and_prints_nothing(
 
 
 def test_facts_come_from_the_checkpoint(llama_checkpoint: Path) -> None:
-    loaded = load(llama_checkpoint)
+    loaded = load_model(llama_checkpoint)
     assert loaded.vocab_size == VOCAB_SIZE
     assert loaded.eos_token_ids == [EOS_TOKEN_ID]
     assert loaded.model_len == 256
@@ -134,7 +124,7 @@ def test_dtype_follows_the_checkpoint_or_the_wish(
     tmp_path: Path, stored: torch.dtype, asked: str, expected: torch.dtype
 ) -> None:
     build_checkpoint(tmp_path, LLAMA(), dtype=stored)
-    loaded = load(tmp_path, asked)
+    loaded = load_model(tmp_path, asked)
     assert expected == loaded.dtype == loaded.model.lm_head.weight.dtype
 
 
@@ -155,7 +145,7 @@ def test_refuses_from_the_configuration_alone(kind: str, tmp_path: Path) -> None
     make, reason = REFUSED[kind]
     make().save_pretrained(tmp_path)
     with pytest.raises(UnsupportedModel, match=reason):
-        load(tmp_path)
+        load_model(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -170,7 +160,7 @@ def test_refuses_variants_of_known_models(
 ) -> None:
     change_config(copied, **changes)
     with pytest.raises(UnsupportedModel, match=reason):
-        load(copied)
+        load_model(copied)
 
 
 @pytest.mark.parametrize("name", ["qwen2_5_vl", "gemma3_vision", "llava", "smolvlm"])
@@ -184,7 +174,7 @@ def test_towers_are_neither_built_nor_read(name: str, tmp_path: Path) -> None:
     text = {key: stored[key] for key in stored if not any(part in key for part in towers)}
     assert 0 < len(text) < len(stored)
     save_file(text, weights, {"format": "pt"})
-    loaded = load(tmp_path, "float32")
+    loaded = load_model(tmp_path, "float32")
     parameters = dict(loaded.model.named_parameters())
     assert not any(part in key for key in parameters for part in towers)
     assert not any(parameter.is_meta for parameter in parameters.values())
@@ -200,7 +190,7 @@ def test_tensors_of_a_tower_that_the_model_does_not_have_are_refused(copied: Pat
     weights = copied / "model.safetensors"
     save_file(load_file(weights) | {"visual.weight": torch.ones(2)}, weights, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"visual\.weight, which llama does not use"):
-        load(copied)
+        load_model(copied)
 
 
 def test_missing_files_and_tensors_are_named(copied: Path) -> None:
@@ -209,20 +199,20 @@ def test_missing_files_and_tensors_are_named(copied: Path) -> None:
     removed = tensors.pop("model.layers.1.mlp.up_proj.weight")
     save_file(tensors, weights, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"misses model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(copied)
+        load_model(copied)
     tensors["model.layers.1.mlp.up_proj.weight"] = removed[:-1].contiguous()
     save_file(tensors, weights, {"format": "pt"})
     with pytest.raises(CheckpointError, match=r"another shape of .*up_proj\.weight"):
-        load(copied)
+        load_model(copied)
     weights.write_bytes(weights.read_bytes()[:1000])
     with pytest.raises(CheckpointError):
-        load(copied)
+        load_model(copied)
     weights.unlink()
     with pytest.raises(CheckpointError, match="safetensors"):
-        load(copied)
+        load_model(copied)
     (copied / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"no config\.json"):
-        load(copied)
+        load_model(copied)
 
 
 def config_of(directory: Path, max_model_len: int | None, **cache: Any) -> EngineConfig:
@@ -235,7 +225,7 @@ def config_of(directory: Path, max_model_len: int | None, **cache: Any) -> Engin
 
 def test_a_context_that_does_not_fit_is_explained(llama_checkpoint: Path) -> None:
     block_bytes = bytes_per_block(
-        [layer.spec for layer in load(llama_checkpoint).layers], 4, torch.bfloat16
+        [layer.spec for layer in load_model(llama_checkpoint).layers], 4, torch.bfloat16
     )
     config = config_of(llama_checkpoint, 200, kv_cache_memory_bytes=11 * block_bytes)
     with pytest.raises(InsufficientMemory, match=r"KiB of KV cache.* that fits is 41"):

@@ -11,7 +11,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.pointwise import FusedActivation, FusedRMSNorm
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -19,11 +19,6 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 DTYPES = (torch.float32, torch.bfloat16)
 SIZE = 74
 """Not a multiple of a vector."""
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def make_mlp(activation: str = "silu", bias: bool = False, size: int = SIZE) -> LlamaMLP:

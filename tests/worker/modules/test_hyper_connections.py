@@ -14,7 +14,7 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
 from worker_proc.calibration import exactness
 from worker_proc.modules.hyper_connections import HyperConnection, install_hyper_connections
 from worker_proc.modules.own_matrices import pack_own_matrices
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -26,11 +26,6 @@ KINDS: dict[str, tuple[type[nn.Module], Any]] = {
 }
 SHAPES = ((4, 64), (3, 36), (1, 20), (8, 24))
 """Numbers and sizes of streams: a vector of the kernel has 16 values."""
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def make(

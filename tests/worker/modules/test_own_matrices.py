@@ -17,7 +17,7 @@ from worker_proc.calibration import exactness
 from worker_proc.calibration.token_products import TokenProducts
 from worker_proc.modules.own_matrices import pack_own_matrices
 from worker_proc.modules.packed_matrix import PackedMatrix
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -29,11 +29,6 @@ KINDS: dict[str, tuple[type[nn.Module], Any]] = {
     "head": (DeepseekV4HyperHead, DeepseekV4Config),
 }
 DTYPES = (torch.float32, torch.bfloat16)
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def make(name: str) -> nn.Module:

@@ -15,7 +15,7 @@ from protocol.config import Quantization
 from tests.worker.bitwise import CONFIGS
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.modules.test_fusing import make_mlp
-from tests.worker.quantization.test_quantization import load
+from tests.worker.quantization.loads import load
 from worker_proc.errors import UnsupportedModel
 from worker_proc.modules import quantization as quantization_settings
 from worker_proc.modules import trial_candidates

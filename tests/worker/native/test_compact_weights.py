@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.worker.quantization.test_quantization import product
+from tests.worker.quantization.products import product
 from worker_proc.modules.coded_weights import pack_weight
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary

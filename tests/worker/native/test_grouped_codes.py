@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tests.combinations import in_turn
+from tests.worker.quantization.products import MAX_ROWS, NUM_MANY_ROWS, product
 from tests.worker.quantization.quantized_checkpoints import FP4, NF4
-from tests.worker.quantization.test_quantization import MAX_ROWS, NUM_MANY_ROWS, product
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
 from worker_proc.quantization.packing import (
@@ -88,11 +88,6 @@ def make_weight(case: Case, seed: int = 0) -> QuantizedWeight:
         order = torch.randperm(num_inputs, generator=generator) // case.group_size
     rounded = scales.to(case.scales).float()
     return QuantizedWeight(case.kind, codes, rounded, zeros, case.group_size, order, table=table)
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def permuted(rows: torch.Tensor, packed: PackedWeight) -> torch.Tensor:

@@ -15,8 +15,8 @@ from protocol.sampling import SamplingParams
 from tests.worker.adapters.peft_adapters import write_adapter
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import Run
-from tests.worker.parallel.test_ranks import Ranks
-from tests.worker.parallel.test_stages import DEEP, Stages
+from tests.worker.parallel.ranks import Ranks
+from tests.worker.parallel.stages import DEEP, Stages
 from tests.worker.parity import few_prompts
 from tests.worker.recurrent_models import RECURRENT
 

@@ -10,8 +10,8 @@ from transformers import LlamaConfig
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.drafting.test_speculation import NUM_DRAFTS, PARAMS, PROMPTS, Oracle
 from tests.worker.driving import Run
-from tests.worker.parallel.test_ranks import Ranks
-from tests.worker.parallel.test_stages import DEEP, Stages
+from tests.worker.parallel.ranks import Ranks
+from tests.worker.parallel.stages import DEEP, Stages
 from tests.worker.recurrent_models import RECURRENT
 from worker_proc.drafting import repetitions
 from worker_proc.parallel.pipe import StagePipe

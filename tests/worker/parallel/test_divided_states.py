@@ -22,8 +22,8 @@ from tests.worker.drafting.test_recurrent_drafts import (
 )
 from tests.worker.drafting.test_speculation import Oracle
 from tests.worker.driving import Run, check_schedules
-from tests.worker.parallel.test_ranks import Ranks
-from tests.worker.parallel.test_stages import SAMPLED, Stages
+from tests.worker.parallel.ranks import Ranks
+from tests.worker.parallel.stages import SAMPLED, Stages
 from tests.worker.parity import GREEDY, MAX_TOKENS, few_prompts, generate
 from tests.worker.recurrent_models import KEY_DECAYS, RECURRENT
 from worker_proc.drafting import repetitions

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, MixtralConfig
 from protocol.config import NativeDecoder
 from scripts.testing import eventually
 from tests.worker.checkpoints import SHAPE, build_checkpoint
-from tests.worker.parallel.test_ranks import (
+from tests.worker.parallel.ranks import (
     TIMEOUT_S,
     Ranks,
     at_once,

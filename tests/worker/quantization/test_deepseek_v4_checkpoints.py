@@ -10,8 +10,8 @@ from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from protocol.sampling import SamplingParams
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
+from tests.worker.checkpoints import change_config
 from tests.worker.driving import drive
-from tests.worker.loading.test_loader import change_config
 from tests.worker.parity import generate, make_prompts, make_runner
 from tests.worker.quantization.coded_models import open_files
 from tests.worker.quantization.deepseek_v4_checkpoints import write_published

@@ -15,262 +15,42 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch import nn
-from torch.nn.functional import pad
 from transformers import (
-    Dots1Config,
     LlamaConfig,
-    MixtralConfig,
-    PretrainedConfig,
     PreTrainedModel,
-    Qwen3Config,
     Qwen3MoeConfig,
 )
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from protocol.config import ConfigError, EngineConfig, NativeDecoder, Quantization
-from protocol.config.settings import configure
+from protocol.config import NativeDecoder, Quantization
 from protocol.sampling import SamplingParams
 from tests.combinations import in_turn
-from tests.worker.bitwise import CONFIGS, NUM_THREADS, ODD_SIZES, compare, engine_config, exact
-from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
+from tests.worker.bitwise import NUM_THREADS, compare, engine_config, exact
+from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import Run, drive
-from tests.worker.loading.test_loader import change_config
 from tests.worker.parity import make_prompts
+from tests.worker.quantization.loads import MIXTURES, MODELS, load, quantized
 from tests.worker.recurrent_models import KINDS
 from tests.worker.runners import make_runners
-from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
-from worker_proc.modules import fusing
-from worker_proc.modules import quantization as quantization_settings
-from worker_proc.modules.experts import mixture
 from worker_proc.modules.experts.coded import computing_expert_codes, round_experts
 from worker_proc.modules.experts.grouped import read_experts
 from worker_proc.modules.packed_linear import computing_codes
 from worker_proc.modules.quantization import FORMATS, check_rounding
-from worker_proc.native.build import build, compiler
-from worker_proc.native.instructions import projection
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
-from worker_proc.native.structures import Activation, Epilogue
 from worker_proc.recurrent.state_spec import RecurrentSpec
-from worker_proc.startup import prepare
 from worker_proc.startup.load_runner import load_model_runner
 from worker_proc.startup.prepare import prepare_model
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 QUANTIZATIONS = tuple(Quantization)
-CODED = (Format.INT8, Format.INT4)
-SHAPES = ((96, 128), (70, 45), (33, 300), (160, 257))
-"""Outputs and inputs; most fill no panel, no unit, and no group of 128."""
-GROUP = 128
-MAX_ROWS = 40
-NUM_MANY_ROWS = (64, 127, 128, 129, 300)
 
 
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
-
-
-def random_weight(shape: tuple[int, int]) -> torch.Tensor:
-    """Rows of many sizes, one of zeros, one of equal values, and one with a value far off."""
-    generator = torch.Generator().manual_seed(sum(shape))
-    weight = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[0]).unsqueeze(1)
-    weight[1] = 0.0
-    weight[2] = 0.3
-    weight[3, 7] = -50.0
-    return weight.bfloat16()
-
-
-def rounded(library: NativeLibrary, weight: torch.Tensor, format: Format) -> torch.Tensor:
-    found = weight.clone()
-    library.round(found, format)
-    return found
-
-
-def in_groups(weight: torch.Tensor) -> torch.Tensor:
-    """Return `[outputs, groups, 128]` in float32, filled up with zeros."""
-    missing = -weight.shape[1] % GROUP
-    return pad(weight.float(), (0, missing)).view(len(weight), -1, GROUP)
-
-
-def shortened(scale: torch.Tensor, num_bits: int, last: int = 0) -> torch.Tensor:
-    """Cut scales to some significant bits, of which the last one may be set."""
-    unit = 1 << (24 - num_bits)
-    bits = scale.view(torch.int32)
-    return (bits - bits % unit | last * unit).view(torch.float32)
-
-
-def eight_bits(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return codes of 8 bits, and the scale of each output."""
-    greatest = weight.float().abs().amax(1, keepdim=True)
-    scales = shortened(greatest / 127, 14, 1).where(greatest > 0, 0.0)
-    return (weight.float() * (1 / scales)).nan_to_num().round(), scales
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", CODED, ids=str)
-def test_rounded_weights_stay_as_they_are(
-    format: Format, shape: tuple[int, int], library: NativeLibrary
-) -> None:
-    once = rounded(library, random_weight(shape), format)
-    assert torch.equal(rounded(library, once, format), once)
-    assert not once[1].any()
-
-
-@pytest.mark.parametrize("format", CODED, ids=str)
-@pytest.mark.parametrize("exponent", [-95, -70, 70, 110])
-def test_the_size_of_weights_does_not_matter(
-    exponent: int, format: Format, library: NativeLibrary
-) -> None:
-    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
-    factor = 2.0**exponent
-    found = rounded(library, weight * factor, format)
-    assert torch.equal(found, rounded(library, weight, format) * factor)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_eight_bits_round_to_the_nearest_multiple_of_a_scale(
-    shape: tuple[int, int], library: NativeLibrary
-) -> None:
-    weight = random_weight(shape)
-    found = rounded(library, weight, Format.INT8).float()
-    codes, scales = eight_bits(weight)
-    greatest = weight.float().abs().amax(1, keepdim=True)
-    assert int(codes.abs().max()) == 127
-    assert torch.equal((codes * scales).bfloat16().float(), found)
-    assert bool(((found - weight.float()).abs() <= 0.501 * scales + 2**-8 * greatest).all())
-    assert torch.equal(found.abs().amax(1, keepdim=True), greatest)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_four_bits_have_the_best_of_the_short_scales(
-    shape: tuple[int, int], library: NativeLibrary
-) -> None:
-    """No scale of five significant bits with which the greatest value is near -7 loses less."""
-    weight = random_weight(shape)
-    groups, found = in_groups(weight), in_groups(rounded(library, weight, Format.INT4))
-    greatest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    least = torch.full_like(greatest, torch.inf)
-    for mantissa in range(16, 32):
-        for exponent in range(-60, 20):
-            size = torch.tensor(mantissa * 2.0**exponent)
-            fits = (size <= greatest.abs() / 7) & (size * 10 > greatest.abs())
-            if not fits.any():
-                continue
-            scale = -greatest.sign() * size
-            codes = (groups / scale).round().clamp(-8, 7)
-            error = ((codes * scale - groups) ** 2).sum(2, keepdim=True)
-            least = torch.where(fits, torch.minimum(least, error), least)
-    error = ((found - groups) ** 2).sum(2, keepdim=True)
-    assert bool((error <= least.where(greatest != 0, 0.0) * 1.001).all())
-    usual = torch.randn(64, 512, generator=torch.Generator().manual_seed(1)).bfloat16()
-    lost = rounded(library, usual, Format.INT4).float() - usual.float()
-    assert float(lost.norm() / usual.float().norm()) < 0.1
-
-
-def product(
-    library: NativeLibrary, packed: PackedWeight, rows: torch.Tensor, *, gates: bool = False
-) -> torch.Tensor:
-    """Compute a projection; with `gates` also the activation."""
-    if not gates:
-        return library.project(projection(packed), rows, packed.num_outputs)
-    instruction = projection(packed, epilogue=Epilogue.ACTIVATE, activation=Activation.SILU)
-    return library.project(instruction, rows, packed.num_outputs // 2)
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", CODED, ids=str)
-def test_sums_of_codes_are_exact_where_float32_holds_them(
-    format: Format, shape: tuple[int, int], kernels: NativeLibrary
-) -> None:
-    """Rows of small whole numbers leave nothing to round, in any order of sums."""
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
-    codes = kernels.pack(weight, None, format)
-    rows = torch.randint(-8, 9, (max(NUM_MANY_ROWS), shape[1])).bfloat16()
-    if format is Format.INT8:
-        numbers, scales = eight_bits(weight)
-        want = ((rows.double() @ numbers.double().T).float() * scales.T).bfloat16()
-    else:
-        want = (rows.double() @ rounded(kernels, weight, format).double().T).bfloat16()
-    for num_rows in (*range(MAX_ROWS + 1), *NUM_MANY_ROWS):
-        found = product(kernels, codes, rows[:num_rows])[:, : shape[0]]
-        assert torch.equal(want[:num_rows], found), num_rows
-
-
-@pytest.mark.parametrize("gates", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", CODED, ids=str)
-def test_codes_give_a_row_the_same_bits_among_any_others(
-    format: Format, shape: tuple[int, int], gates: bool, kernels: NativeLibrary
-) -> None:
-    """And codes of rounded weights give the same.
-
-    The bias leaves of a product what was rounded in float32.
-    """
-    num_outputs = shape[0] - shape[0] % 2
-    weight = random_weight(shape)[:num_outputs]
-    nearest = exact = rounded(kernels, weight, format)
-    if format is Format.INT8:
-        exact = torch.mul(*(part.double() for part in eight_bits(weight)))
-    row = torch.randn(1, shape[1]).bfloat16()
-    bias = -(row.double() @ exact.double().T)[0].float()
-    codes, again = (kernels.pack(each, bias, format, gates=gates) for each in (weight, nearest))
-    alone = product(kernels, codes, row, gates=gates)
-    assert torch.equal(alone, product(kernels, again, row, gates=gates))
-    for num_rows in (*range(2, MAX_ROWS + 1), *NUM_MANY_ROWS):
-        found = product(kernels, codes, row.repeat(num_rows, 1), gates=gates)
-        assert torch.equal(alone.expand_as(found), found), num_rows
-
-
-@pytest.mark.parametrize("format", [*CODED, Format.INT8_FOR_CODES], ids=str)
-def test_a_part_of_a_weight_is_that_part_packed(format: Format, library: NativeLibrary) -> None:
-    weight, rows = torch.randn(160, 300).bfloat16(), torch.randn(3, 300).bfloat16()
-    part = library.pack(weight, None, format).outputs(64, 40)
-    alone = library.pack(weight[64:104], None, format)
-    assert torch.equal(product(library, part, rows)[:, :40], product(library, alone, rows)[:, :40])
-
-
-def quantized(config: EngineConfig, quantization: Quantization | None) -> EngineConfig:
-    model = msgspec.structs.replace(config.model, quantization=quantization)
-    return msgspec.structs.replace(config, model=model)
-
-
-def load(
-    directory: Path, quantization: Quantization | None, dtype: str = "bfloat16", threads: int = 2
-) -> ModelRunner:
-    config = quantized(engine_config(directory, dtype, threads), quantization)
-    return load_model_runner(config, lambda *_: None)
-
-
-MODELS: dict[str, PretrainedConfig] = {
-    "llama": CONFIGS["llama"],
-    "llama_wide_vocab_tied": CONFIGS["llama_wide_vocab_tied"],
-    "gemma3": CONFIGS["gemma3"],
-    "qwen3": Qwen3Config(**ODD_SIZES),
-    "qwen3_moe": CONFIGS["qwen3_moe"],
-    "mixtral": CONFIGS["mixtral"],
-    "gpt2": CONFIGS["gpt2"],
-}
 RECURRENT_NAMES = [one.name for one in KINDS]
-MIXTURES: dict[str, PretrainedConfig] = {
-    "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
-    "qwen3_moe": Qwen3MoeConfig(
-        **SHAPE, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=48
-    ),
-    **{one.name: one.config() for one in KINDS},
-    "dots1": Dots1Config(
-        **SHAPE,
-        n_routed_experts=7,
-        num_experts_per_tok=3,
-        moe_intermediate_size=48,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-    ),
-}
 
 
 def _each_once(
@@ -542,94 +322,3 @@ def test_pages_of_the_mapped_checkpoint_are_not_written(tmp_path: Path) -> None:
     assert written_kib, "the embedding is a part of the file"
     assert runner.facts.quantization
     assert sum(written_kib) == 0
-
-
-@pytest.mark.parametrize(
-    ("settings", "sentence"),
-    [
-        ({"model": "null"}, "quantization needs a model"),
-        ({"device": "cuda"}, "quantization needs device cpu"),
-        ({"dtype": "float32"}, "quantization needs dtype bfloat16"),
-        ({"quantization": "int8"}, "quantization"),
-    ],
-)
-def test_settings_that_contradict_each_other_are_refused(
-    settings: dict[str, Any], sentence: str
-) -> None:
-    with pytest.raises(ConfigError, match=sentence):
-        configure(**{"quantization": "w8a16", **settings})
-
-
-def test_a_checkpoint_in_float16_is_refused(tmp_path: Path) -> None:
-    """It is computed in float32 on the CPU."""
-    build_checkpoint(tmp_path, MODELS["llama"])
-    change_config(tmp_path, dtype="float16")
-    with pytest.raises(UnsupportedModel, match="in float32; add --dtype bfloat16"):
-        load(tmp_path, Quantization.W8A16, "auto")
-
-
-def test_experts_without_kernels_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """They would stay in bfloat16."""
-    [deepseek] = [each for each in ARCHITECTURES if each.name == "deepseek_v3"]
-    build_checkpoint(tmp_path, deepseek.config())
-    monkeypatch.setattr(fusing, "fused_grouped_experts", lambda *_, **__: None)
-    reason = r"w8a16: model\.layers\.1\.mlp\.experts \(DeepseekV3Experts\) does not compute"
-    with pytest.raises(UnsupportedModel, match=reason):
-        load(tmp_path, Quantization.W8A16)
-
-
-def test_mixtures_that_are_not_proven_are_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where neither the mixture nor its experts alone are proven."""
-    build_checkpoint(tmp_path, MIXTURES["qwen3_moe"])
-    monkeypatch.setattr(mixture, "_weighting", lambda *_: None)
-    load(tmp_path, Quantization.W4A16)
-    monkeypatch.setattr(fusing, "fused_grouped_experts", lambda *_, **__: None)
-    reason = r"w4a16: model\.layers\.0\.mlp\.experts \(Qwen3MoeExperts\) does not compute"
-    with pytest.raises(UnsupportedModel, match=reason):
-        load(tmp_path, Quantization.W4A16)
-
-
-def test_experts_are_checked_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_checkpoint(tmp_path, MIXTURES["qwen3_moe"])
-    with monkeypatch.context() as patched:
-        patched.setattr(quantization_settings, "MAX_CODED_INPUTS", 47)
-        with pytest.raises(UnsupportedModel, match=r"w8a8: \S+ has 64 inputs.* at most 47"):
-            load(tmp_path, Quantization.W8A8)
-        load(tmp_path, Quantization.W8A16)
-    with torch.no_grad():
-        model.model.layers[1].mlp.experts.down_proj[3, 7, 5] = torch.inf
-    model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.experts\.down_proj .* not finite"):
-        load(tmp_path, Quantization.W8A16)
-
-
-def test_weights_that_are_not_finite_are_refused(tmp_path: Path) -> None:
-    model = build_checkpoint(tmp_path, MODELS["llama"])
-    with torch.no_grad():
-        model.model.layers[1].mlp.up_proj.weight[3, 5] = torch.nan
-    model.save_pretrained(tmp_path)
-    with pytest.raises(CheckpointError, match=r"layers\.1\.mlp\.up_proj\.weight .* not finite"):
-        load(tmp_path, Quantization.W8A16)
-
-
-def test_a_machine_without_kernels_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_compiler() -> Path:
-        raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
-
-    build_checkpoint(tmp_path, MODELS["llama"])
-    monkeypatch.setattr(quantization_settings, "build", no_compiler)
-    monkeypatch.setattr(quantization_settings, "load_library", lambda: None)
-    with pytest.raises(UnsupportedModel, match=r"w8a16 needs the native kernels: no C\+\+ comp"):
-        load(tmp_path, Quantization.W8A16)
-
-
-def test_a_device_that_is_found_to_be_cuda_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "resolve_device", lambda _: torch.device("cuda"))
-    with pytest.raises(UnsupportedModel, match="w8a16 needs device cpu"):
-        load(Path("/nowhere"), Quantization.W8A16)

@@ -11,8 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
 
-from tests.worker.checkpoints import build_checkpoint
-from tests.worker.loading.test_loader import change_config, load
+from tests.worker.checkpoints import build_checkpoint, change_config, load_model
 from tests.worker.quantization.coded_models import CPU, open_files
 from tests.worker.quantization.quantized_checkpoints import (
     WIDE,
@@ -253,7 +252,7 @@ def test_groups_of_layers_have_their_own_schemes(tmp_path: Path) -> None:
     settings["config_groups"] = {"down": groups[1]}
     change_config(tmp_path / "coded", quantization_config=settings)
     with pytest.raises(CheckpointError, match="no target of config_groups names it"):
-        load(tmp_path / "coded")
+        load_model(tmp_path / "coded")
 
 
 @pytest.mark.parametrize(
@@ -351,7 +350,7 @@ def test_checkpoints_that_round_the_cache_alone_are_plain(
     plain = load_file(tmp_path / "model.safetensors")
     save_file(plain | scales, tmp_path / "model.safetensors", {"format": "pt"})
     with caplog.at_level("INFO"):
-        loaded = load(tmp_path)
+        loaded = load_model(tmp_path)
     assert "suggests that the KV cache is rounded, which is not done" in caplog.text
     assert loaded.codes is None
     found = loaded.model.state_dict()

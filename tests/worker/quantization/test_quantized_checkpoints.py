@@ -19,9 +19,8 @@ from protocol.config import Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
-from tests.worker.checkpoints import SHAPE
+from tests.worker.checkpoints import SHAPE, change_config
 from tests.worker.driving import drive
-from tests.worker.loading.test_loader import change_config
 from tests.worker.parity import generate, make_prompts, make_runner
 from tests.worker.quantization.coded_models import coded_formats, open_files
 from tests.worker.quantization.quantized_checkpoints import (

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, Qwen3MoeConfig
 from protocol.sampling import SamplingParams
 from scripts.gguf.directory import make_directory
 from tests.worker.gguf import gguf_files
-from tests.worker.parallel.test_ranks import Ranks
+from tests.worker.parallel.ranks import Ranks
 from tests.worker.parity import make_prompts
 from tests.worker.quantization.quantized_checkpoints import (
     WIDE,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from protocol.sampling import SamplingParams
 from tests.combinations import in_turn
-from tests.worker.sampling.test_sampler import CPU, EOS, Row, _random_params
+from tests.worker.sampling.rows import CPU, EOS, Row, random_params
 from worker_proc.grammar.masks import RowMasks
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
@@ -28,9 +28,9 @@ DTYPES = (torch.bfloat16, torch.float32)
 LARGE = 40_009
 
 
-def _row(rng: random.Random, vocab_size: int) -> Row:
+def make_row(rng: random.Random, vocab_size: int) -> Row:
     ids = [rng.randrange(vocab_size) for _ in range(rng.randrange(2, 30))]
-    return Row(_random_params(rng), ids, rng.randrange(1, len(ids)))
+    return Row(random_params(rng), ids, rng.randrange(1, len(ids)))
 
 
 def _masks(rng: random.Random, num_words: int, vocab_size: int) -> RowMasks:
@@ -69,7 +69,7 @@ def test_both_choose_the_same_tokens(sizes: tuple[int, int], dtype: torch.dtype)
             logits[row, rng.randrange(vocab_size)] = value
             logits[8 + row] = value
         logits[20:30, : vocab_size // 2] = -math.inf
-        rows = [_row(rng, vocab_size) for _ in range(NUM_ROWS)]
+        rows = [make_row(rng, vocab_size) for _ in range(NUM_ROWS)]
         for masks in (None, _masks(rng, num_words, vocab_size)):
             found, expected = (each.sample(logits, rows, masks) for each in (native, portable))
             assert found == expected

@@ -12,7 +12,7 @@ from protocol.config import SchedulerConfig
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import across_the_wire, make_scheduler
-from tests.worker.loading.test_loader import config_of, silent
+from tests.worker.loading.test_loader import config_of
 from worker_proc.calibration.self_check import check_texts
 from worker_proc.model_runner import ModelRunner
 from worker_proc.sampling.step_sampler import NOT_FINITE
@@ -65,7 +65,7 @@ def test_only_the_request_itself_fails(
     config = config_of(directory, 100, num_gpu_blocks_override=90)
     scheduler_config = SchedulerConfig(num_speculative_tokens=num_drafts)
     config = msgspec.structs.replace(config, scheduler=scheduler_config)
-    runner = load_model_runner(config, silent)
+    runner = load_model_runner(config, lambda *_: None)
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=9, logprobs=1)
     outputs, errors = run(runner, PROMPTS, params, num_drafts)
     assert errors == {1: NOT_FINITE}

@@ -1,7 +1,7 @@
 """Properties of the sampler: exactness, purity, order of stages, logprobs, robustness.
 
-`_reference` states the whole algorithm in plain Python over a fully sorted vocabulary; the sampler,
-which avoids sorting, must agree with it token for token.
+`reference_token` states the whole algorithm in plain Python over a fully sorted vocabulary; the
+sampler, which avoids sorting, must agree with it token for token.
 """
 
 import itertools
@@ -10,7 +10,6 @@ import random
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -19,6 +18,18 @@ from torch import Tensor
 
 from protocol.sampling import SamplingParams
 from tests.combinations import in_turn
+from tests.worker.sampling.rows import (
+    CPU,
+    EOS,
+    VOCAB,
+    WORD,
+    Row,
+    make_row,
+    philox_words,
+    random_logits,
+    random_rows,
+    reference_token,
+)
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.inverse_cdf import (
     Filters,
@@ -29,13 +40,8 @@ from worker_proc.sampling.inverse_cdf import (
     scale,
 )
 from worker_proc.sampling.philox import draw, philox4x32
-from worker_proc.sampling.row_edits import RowEdits
 from worker_proc.sampling.sampler import Sampler
 
-CPU = torch.device("cpu")
-EOS = (2, 5)
-VOCAB = 512
-WORD = 0xFFFFFFFF
 LIBRARY: NativeLibrary | None = None
 """Set for each test."""
 
@@ -46,134 +52,12 @@ def _choice(sampling_library: NativeLibrary | None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys.modules[__name__], "LIBRARY", sampling_library)
 
 
-@dataclass
-class Row:
-    """The fields of a request that the sampler reads."""
-
-    sampling_params: SamplingParams
-    token_ids: list[int]
-    num_prompt_tokens: int
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def edits_scores(self) -> bool:
-        return self.sampling_params.edits_scores
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sampling_params.greedy
-
-    @property
-    def edits(self) -> RowEdits:
-        return RowEdits(self.sampling_params, self.token_ids, self.num_prompt_tokens)
-
-    def token_ids_after(self, num_tokens: int) -> list[int]:
-        return self.token_ids[num_tokens:]
-
-
-def _row(
-    params: SamplingParams, prompt: Sequence[int] = (1, 2), outputs: Sequence[int] = ()
-) -> Row:
-    return Row(params, [*prompt, *outputs], len(prompt))
-
-
 def _sampler(vocab_size: int = VOCAB) -> Sampler:
     return Sampler(vocab_size, EOS, CPU, LIBRARY)
 
 
 def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
     return _sampler(logits.shape[1]).sample(logits, rows).token_ids
-
-
-def _logits(num_rows: int, seed: int = 0, spread: float = 2.0, vocab_size: int = VOCAB) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (torch.randn(num_rows, vocab_size, generator=generator) * spread).bfloat16()
-
-
-def _philox_words(seed: int, position: int) -> list[int]:
-    c = [position & WORD, position >> 32, 0, 0]
-    k = [seed & WORD, (seed >> 32) & WORD]
-    for _ in range(10):
-        p, q = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
-        c = [(q >> 32) ^ c[1] ^ k[0], q & WORD, (p >> 32) ^ c[3] ^ k[1], p & WORD]
-        k = [(k[0] + 0x9E3779B9) & WORD, (k[1] + 0xBB67AE85) & WORD]
-    return c
-
-
-def _edited(logits: Tensor, row: Row) -> Tensor:
-    """Scores of one row after min_tokens, logit_bias and penalties, one token at a time."""
-    p = row.sampling_params
-    outputs = row.token_ids[row.num_prompt_tokens :]
-    counts = Counter(outputs)
-    scores = logits.float().clone()
-    if len(outputs) < p.min_tokens:
-        for token_id in (*EOS, *p.stop_token_ids):
-            scores[token_id] = -math.inf
-    for token_id, bias in p.logit_bias.items():
-        scores[token_id] += bias
-    for token_id in set(row.token_ids):
-        x = scores[token_id]
-        scores[token_id] = x / p.repetition_penalty if x > 0 else x * p.repetition_penalty
-    for token_id, count in counts.items():
-        penalty = torch.tensor(p.frequency_penalty) * count + torch.tensor(p.presence_penalty)
-        scores[token_id] -= penalty
-    return scores
-
-
-def _reference(logits: Tensor, row: Row) -> int:
-    """Token of one row by a full sort and Python integers."""
-    p = row.sampling_params
-    scores = _edited(logits, row)
-    if p.greedy:
-        return int((scores == scores.max()).nonzero()[0])
-    values, ids = scores.sort(dim=-1, descending=True, stable=True)
-    nats = (values[0] - values) / torch.tensor(p.temperature)
-    weights = [int(x) for x in ((-nats).exp() * 2.0**40).double().tolist()]
-    weights = [w if w >= p.min_p * 2**40 else 0 for w in weights]
-    if p.top_k > 0:
-        weights = weights[: p.top_k]
-    sums = list(itertools.accumulate(weights))
-    if p.top_p < 1.0:
-        bound = math.ceil(float(sums[-1]) * p.top_p)
-        sums = sums[: next(i for i, s in enumerate(sums) if s >= bound) + 1]
-    words = _philox_words(p.seed, len(row.token_ids))
-    target = (((words[0] << 32 | words[1]) >> 2) * sums[-1]) >> 62
-    kept = sorted(zip(ids.tolist(), weights[: len(sums)], strict=False))
-    running = itertools.accumulate(weight for _, weight in kept)
-    return next(kept[i][0] for i, sum_ in enumerate(running) if sum_ > target)
-
-
-def _random_params(rng: random.Random) -> SamplingParams:
-    return SamplingParams(
-        temperature=rng.choice([0.0, 1e-3, 0.3, 0.7, 1.0, 1.0, 2.0]),
-        top_p=rng.choice([1.0, 1.0, 0.95, 0.5, 1e-6, 1 - 1e-9]),
-        top_k=rng.choice([-1, 0, 0, 1, 3, 50, 200, VOCAB, VOCAB + 9]),
-        min_p=rng.choice([0.0, 0.0, 0.05, 0.5, 1.0]),
-        seed=rng.getrandbits(64) - 2**63,
-        presence_penalty=rng.choice([0.0, 0.0, 1.5, -2.0]),
-        frequency_penalty=rng.choice([0.0, 0.0, 0.3, -1.0]),
-        repetition_penalty=rng.choice([1.0, 1.0, 1.3, 0.5]),
-        min_tokens=rng.choice([0, 0, 4]),
-        ignore_eos=rng.random() < 0.5,
-        stop_token_ids=rng.choice([[], [7, 9]]),
-        logit_bias=rng.choice([{}, {3: 4.0, 8: -100.0}]),
-        logprobs=rng.choice([None, 0, 3]),
-    )
-
-
-def _random_rows(num_rows: int, seed: int) -> list[Row]:
-    rng = random.Random(seed)
-    return [
-        _row(
-            _random_params(rng),
-            [rng.randrange(VOCAB) for _ in range(rng.randrange(1, 20))],
-            [rng.randrange(40) for _ in range(rng.randrange(8))],
-        )
-        for _ in range(num_rows)
-    ]
 
 
 @pytest.mark.parametrize(
@@ -201,7 +85,7 @@ def test_draw_reads_all_bits_of_seed_and_position() -> None:
     positions = [0, 1, 2**31, 2**32 + 5, 7, 7, 2**20]
     expected = []
     for seed, position in zip(seeds, positions, strict=True):
-        words = _philox_words(seed, position)
+        words = philox_words(seed, position)
         expected.append((words[0] << 32 | words[1]) >> 2)
     assert draw(seeds, positions).tolist() == expected
 
@@ -236,7 +120,7 @@ def test_top_p_ends_with_the_token_that_reaches_it_exactly(top_k: int) -> None:
     """Of four equal tokens 0.75 keeps three, and each of them is drawn."""
     logits = torch.full((300, VOCAB), -math.inf)
     logits[:, [7, 30, 31, 400]] = 1.5
-    rows = [_row(SamplingParams(seed=seed, top_p=0.75, top_k=top_k)) for seed in range(300)]
+    rows = [make_row(SamplingParams(seed=seed, top_p=0.75, top_k=top_k)) for seed in range(300)]
     assert set(_tokens(logits, rows)) == {7, 30, 31}
 
 
@@ -247,7 +131,7 @@ def test_top_p_may_end_far_from_the_best_token() -> None:
     logits[0, 7] = 12.2
     others = vocab_size * math.exp(-12.2)
     top_p = (1 + others / 2) / (1 + others)
-    rows = [_row(SamplingParams(seed=seed, top_p=top_p)) for seed in range(80)]
+    rows = [make_row(SamplingParams(seed=seed, top_p=top_p)) for seed in range(80)]
     found = set(_tokens(logits.expand(80, -1), rows)) - {7}
     assert len(found) > 2
     assert max(found) < vocab_size * 0.51
@@ -256,33 +140,33 @@ def test_top_p_may_end_far_from_the_best_token() -> None:
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_full_sort_reference(seed: int) -> None:
     """Random parameters, bf16 logits full of ties: same tokens as the sorted plain version."""
-    logits = _logits(160, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed])
-    rows = _random_rows(160, seed)
-    expected = [_reference(logits[i], row) for i, row in enumerate(rows)]
+    logits = random_logits(160, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed])
+    rows = random_rows(160, seed)
+    expected = [reference_token(logits[i], row) for i, row in enumerate(rows)]
     assert _tokens(logits, rows) == expected
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
 def test_other_dtypes_equal_reference(dtype: torch.dtype) -> None:
     """Any float dtype works, and gives the reference's tokens."""
-    logits = (_logits(60, 8).double() + 1e-3 * _logits(60, 9).double()).to(dtype)
-    rows = _random_rows(60, 8)
-    expected = [_reference(logits[i], row) for i, row in enumerate(rows)]
+    logits = (random_logits(60, 8).double() + 1e-3 * random_logits(60, 9).double()).to(dtype)
+    rows = random_rows(60, 8)
+    expected = [reference_token(logits[i], row) for i, row in enumerate(rows)]
     assert _tokens(logits, rows) == expected
 
 
 def test_large_vocabulary_equals_reference() -> None:
     """Also where the vocabulary spans many buckets, vector widths and threads."""
-    logits = _logits(6, 3, vocab_size=49152)
+    logits = random_logits(6, 3, vocab_size=49152)
     shapes: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 1000}]
     shapes += [{"min_p": 0.02}, {"temperature": 0.2}]
-    rows = [_row(SamplingParams(seed=i, **kw)) for i, kw in enumerate(shapes)]
-    assert _tokens(logits, rows) == [_reference(logits[i], row) for i, row in enumerate(rows)]
+    rows = [make_row(SamplingParams(seed=i, **kw)) for i, kw in enumerate(shapes)]
+    assert _tokens(logits, rows) == [reference_token(logits[i], row) for i, row in enumerate(rows)]
 
 
 def test_token_does_not_depend_on_the_batch() -> None:
     """Alone, in a shuffled batch of 32, in another split, after others: the same tokens."""
-    logits, rows = _logits(32, 5), _random_rows(32, 5)
+    logits, rows = random_logits(32, 5), random_rows(32, 5)
     sampler = _sampler()
     alone = [sampler.sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)]
     rng = random.Random(0)
@@ -299,13 +183,13 @@ def test_logprobs_and_weights_are_the_same_bits_in_every_batch(
     vocab_size: int, dtype: torch.dtype
 ) -> None:
     """Rows end inside vectors, so that each row lies at another offset."""
-    logits = _logits(9, seed=3, spread=4.0, vocab_size=vocab_size).to(dtype)
+    logits = random_logits(9, seed=3, spread=4.0, vocab_size=vocab_size).to(dtype)
     params = SamplingParams(temperature=0.7, seed=5, logprobs=4)
     sampler = _sampler(vocab_size)
-    alone = [sampler.sample(logits[i : i + 1], [_row(params)]) for i in range(len(logits))]
+    alone = [sampler.sample(logits[i : i + 1], [make_row(params)]) for i in range(len(logits))]
     weights = [_weights(logits[i : i + 1], params) for i in range(len(logits))]
     for rows in ([3, 0], [8, 1, 2, 7], list(range(9))[::-1]):
-        together = sampler.sample(logits[rows], [_row(params)] * len(rows))
+        together = sampler.sample(logits[rows], [make_row(params)] * len(rows))
         for place, row in enumerate(rows):
             assert together.logprobs[place] == alone[row].logprobs[0]
             assert together.token_ids[place] == alone[row].token_ids[0]
@@ -322,7 +206,7 @@ def _weights(logits: Tensor, params: SamplingParams) -> Tensor:
 
 def test_chunked_batches_equal_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows are treated in chunks that fit the cache; their size changes nothing."""
-    logits, rows = _logits(64, 6), _random_rows(64, 6)
+    logits, rows = random_logits(64, 6), random_rows(64, 6)
     whole = _sampler().sample(logits, rows)
     monkeypatch.setattr("worker_proc.sampling.sampler._CPU_CHUNK_ELEMENTS", 3 * VOCAB)
     assert _sampler().sample(logits, rows) == whole
@@ -330,8 +214,8 @@ def test_chunked_batches_equal_whole_ones(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_inputs_stay_as_they_are() -> None:
     """Neither the logits nor the rows are written to, whatever the dtype."""
-    rows = _random_rows(40, 7)
-    for logits in (_logits(40), _logits(40).float()):
+    rows = random_rows(40, 7)
+    for logits in (random_logits(40), random_logits(40).float()):
         before, ids = logits.clone(), [list(row.token_ids) for row in rows]
         _sampler().sample(logits, rows)
         assert torch.equal(before, logits)
@@ -340,13 +224,13 @@ def test_inputs_stay_as_they_are() -> None:
 
 def test_only_seed_and_position_move_the_draw() -> None:
     """The prompt's and outputs' contents do not touch the draw; seed and length do."""
-    logits = _logits(1).expand(50, VOCAB)
+    logits = random_logits(1).expand(50, VOCAB)
     params = SamplingParams(seed=4)
-    same = [_row(params, [i, i + 1, i + 2]) for i in range(50)]
+    same = [make_row(params, [i, i + 1, i + 2]) for i in range(50)]
     assert len(set(_tokens(logits, same))) == 1
-    assert len(set(_tokens(logits, [_row(params, [0] * n) for n in range(1, 51)]))) > 10
-    assert len(set(_tokens(logits, [_row(SamplingParams(seed=i)) for i in range(50)]))) > 10
-    split = [_row(params, [1, 2, 3]), _row(params, [1], [2, 3])]
+    assert len(set(_tokens(logits, [make_row(params, [0] * n) for n in range(1, 51)]))) > 10
+    assert len(set(_tokens(logits, [make_row(SamplingParams(seed=i)) for i in range(50)]))) > 10
+    split = [make_row(params, [1, 2, 3]), make_row(params, [1], [2, 3])]
     assert len(set(_tokens(logits[:2], split))) == 1
 
 
@@ -384,10 +268,10 @@ def _exact_probabilities(logits: Tensor, p: SamplingParams) -> list[float]:
 def test_distribution_by_chi_square(kwargs: dict[str, Any], by: str) -> None:
     """Over many seeds, and over many positions of one seed, counts follow the filtered softmax."""
     vocab_size, num_draws = 24, 4000
-    row_logits = _logits(1, 11, vocab_size=vocab_size)[0].float()
+    row_logits = random_logits(1, 11, vocab_size=vocab_size)[0].float()
     ids = [0] * num_draws
     if by == "seed":
-        rows = [_row(SamplingParams(seed=s * 7919, **kwargs)) for s in range(num_draws)]
+        rows = [make_row(SamplingParams(seed=s * 7919, **kwargs)) for s in range(num_draws)]
     else:
         rows = [Row(SamplingParams(seed=3, **kwargs), ids[:n], 1) for n in range(1, num_draws + 1)]
     counts = Counter(_tokens(row_logits.expand(num_draws, -1), rows))
@@ -405,18 +289,18 @@ def test_distribution_by_chi_square(kwargs: dict[str, Any], by: str) -> None:
 
 def test_filters_that_leave_one_token_equal_greedy() -> None:
     """top_k=1, tiny top_p, min_p=1 without ties, tiny temperature: the greedy token."""
-    logits = _logits(64, 12)
+    logits = random_logits(64, 12)
     logits[:, 100] = logits.max(dim=-1).values  # a tie at the top in most rows
-    greedy = _tokens(logits, [_row(SamplingParams(temperature=0.0))] * 64)
+    greedy = _tokens(logits, [make_row(SamplingParams(temperature=0.0))] * 64)
     shapes: list[dict[str, Any]] = [{"top_k": 1}, {"top_p": 1e-9}, {"top_k": 1, "min_p": 0.1}]
     for kwargs in shapes:
-        rows = [_row(SamplingParams(seed=i, **kwargs)) for i in range(64)]
+        rows = [make_row(SamplingParams(seed=i, **kwargs)) for i in range(64)]
         assert _tokens(logits, rows) == greedy
-    untied = _logits(64, 13).float()
+    untied = random_logits(64, 13).float()
     untied[:, 77] += 20.0
     shapes = [{"min_p": 1.0}, {"temperature": 2e-5}]
     for kwargs in shapes:
-        rows = [_row(SamplingParams(seed=i, **kwargs)) for i in range(64)]
+        rows = [make_row(SamplingParams(seed=i, **kwargs)) for i in range(64)]
         assert _tokens(untied, rows) == [77] * 64
 
 
@@ -430,4 +314,4 @@ def test_greedy_takes_the_lowest_id_of_equals(dtype: torch.dtype, num_rows: int)
     expected = [row.index(max(row)) for row in logits.tolist()]
     plain, edited = SamplingParams(temperature=0.0), SamplingParams(temperature=0.0, min_tokens=9)
     for params in (plain, edited):
-        assert _tokens(logits, [_row(params)] * num_rows) == expected
+        assert _tokens(logits, [make_row(params)] * num_rows) == expected

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from protocol.sampling import SamplingParams, ThinkingBudget
-from tests.worker.sampling.test_sampler import Row
+from tests.worker.sampling.rows import Row
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.sampling.logit_edits import edit_scores
 from worker_proc.sampling.sampler import Sampler
@@ -28,7 +28,7 @@ def _choice(sampling_library: NativeLibrary | None, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(sys.modules[__name__], "LIBRARY", sampling_library)
 
 
-def _row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: Any) -> Row:
+def make_row(prompt: Sequence[int] = (1,), outputs: Sequence[int] = (), **kwargs: Any) -> Row:
     return Row(SamplingParams(**kwargs), [*prompt, *outputs], len(prompt))
 
 
@@ -42,8 +42,8 @@ def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 
 def _edit(scores: list[float], row: Row) -> list[float]:
     """Edited scores of `row`, with neighbours above and below that must not leak into it."""
-    above = _row([0, 1], [2, 2], repetition_penalty=9.0, logit_bias={1: 50.0}, min_tokens=99)
-    below = _row([3], [0, 1], frequency_penalty=2.0, presence_penalty=2.0)
+    above = make_row([0, 1], [2, 2], repetition_penalty=9.0, logit_bias={1: 50.0}, min_tokens=99)
+    below = make_row([3], [0, 1], frequency_penalty=2.0, presence_penalty=2.0)
     tensor = torch.tensor([scores] * 3)
     edit_scores(tensor, [above, row, below], EOS)
     result: list[float] = tensor[1].tolist()
@@ -55,7 +55,7 @@ SCORES = [1.0, -1.0, 2.0, -2.0, 0.0, 4.0, 0.5, -0.5]
 
 @pytest.mark.parametrize("is_allowed", [True, False])
 def test_a_budget_forces_only_what_a_grammar_allows(is_allowed: bool) -> None:
-    row = _row(outputs=[3, 3], thinking_budget=ThinkingBudget(2, [], [7]))
+    row = make_row(outputs=[3, 3], thinking_budget=ThinkingBudget(2, [], [7]))
     scores, allowed = torch.tensor([SCORES]), torch.ones(1, len(SCORES), dtype=torch.bool)
     allowed[0, 7] = is_allowed
     edit_scores(scores, [row], EOS, allowed)
@@ -64,19 +64,19 @@ def test_a_budget_forces_only_what_a_grammar_allows(is_allowed: bool) -> None:
 
 def test_rows_without_edits_are_untouched() -> None:
     """Default parameters leave every score as it is, next to rows with all edits."""
-    assert _edit(SCORES, _row([0, 1], [2, 3])) == SCORES
+    assert _edit(SCORES, make_row([0, 1], [2, 3])) == SCORES
 
 
 def test_repetition_penalty_covers_prompt_and_outputs_once() -> None:
     """Positive scores are divided, others multiplied, once however often the token occurs."""
-    edited = _edit(SCORES, _row([0, 0, 1], [2, 2, 3], repetition_penalty=2.0))
+    edited = _edit(SCORES, make_row([0, 0, 1], [2, 2, 3], repetition_penalty=2.0))
     assert edited == [0.5, -2.0, 1.0, -4.0, 0.0, 4.0, 0.5, -0.5]
 
 
 @pytest.mark.parametrize("kwargs", [{"temperature": 0.0}, {"top_p": 0.9}, {"top_k": 4}, {}])
 def test_the_least_repetition_penalty_allows_no_banned_token(kwargs: dict[str, Any]) -> None:
     """It makes the scores of known tokens huge, or 0, and leaves those at -inf there."""
-    row = _row([2, 5, 9, 10], repetition_penalty=5e-324, min_tokens=1, **kwargs)
+    row = make_row([2, 5, 9, 10], repetition_penalty=5e-324, min_tokens=1, **kwargs)
     scores = torch.full((1, VOCAB), -1.0)
     scores[0, 9] = 1.0
     assert _tokens(scores, [row]) == [9]
@@ -84,19 +84,19 @@ def test_the_least_repetition_penalty_allows_no_banned_token(kwargs: dict[str, A
 
 def test_presence_penalty_covers_outputs_once() -> None:
     """Outputs lose the penalty once; the prompt's tokens nothing."""
-    edited = _edit(SCORES, _row([0, 1], [2, 2, 3], presence_penalty=0.5))
+    edited = _edit(SCORES, make_row([0, 1], [2, 2, 3], presence_penalty=0.5))
     assert edited == [1.0, -1.0, 1.5, -2.5, 0.0, 4.0, 0.5, -0.5]
 
 
 def test_frequency_penalty_counts_outputs() -> None:
     """Outputs lose the penalty once per occurrence; the prompt's tokens nothing."""
-    edited = _edit(SCORES, _row([0, 1], [2, 2, 3], frequency_penalty=-0.5))
+    edited = _edit(SCORES, make_row([0, 1], [2, 2, 3], frequency_penalty=-0.5))
     assert edited == [1.0, -1.0, 3.0, -1.5, 0.0, 4.0, 0.5, -0.5]
 
 
 def test_penalties_come_after_the_bias_and_add_up() -> None:
     """(score + bias), then repetition, then frequency and presence."""
-    row = _row(
+    row = make_row(
         [0],
         [2, 2],
         repetition_penalty=2.0,
@@ -111,7 +111,7 @@ def test_penalties_come_after_the_bias_and_add_up() -> None:
 def test_min_tokens_bans_eos_and_stop_ids_until_reached(ignore_eos: bool) -> None:
     """EOS and stop ids are impossible below min_tokens, with ignore_eos too, then allowed."""
     for num_outputs in range(4):
-        row = _row(
+        row = make_row(
             [1],
             [6] * num_outputs,
             min_tokens=2,
@@ -126,9 +126,9 @@ def test_min_tokens_counts_outputs_not_prompt() -> None:
     """A long prompt does not lift the ban; sampled tokens respect it."""
     logits = torch.zeros(40, VOCAB)
     logits[:, EOS[0]] = 30.0
-    rows = [_row([1] * 50, [], min_tokens=1, seed=i) for i in range(40)]
+    rows = [make_row([1] * 50, [], min_tokens=1, seed=i) for i in range(40)]
     assert EOS[0] not in _tokens(logits, rows)
-    rows = [_row([1] * 50, [6], min_tokens=1, seed=i) for i in range(40)]
+    rows = [make_row([1] * 50, [6], min_tokens=1, seed=i) for i in range(40)]
     assert set(_tokens(logits, rows)) == {EOS[0]}
 
 
@@ -136,7 +136,7 @@ def test_ignore_eos_leaves_eos_an_ordinary_token() -> None:
     """Without min_tokens, EOS is sampled like any token under ignore_eos."""
     logits = torch.zeros(1, VOCAB)
     logits[0, EOS[0]] = 30.0
-    assert _tokens(logits, [_row(ignore_eos=True)]) == [EOS[0]]
+    assert _tokens(logits, [make_row(ignore_eos=True)]) == [EOS[0]]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -145,16 +145,17 @@ def test_logit_bias_forces_and_bans(temperature: float) -> None:
     logits = torch.zeros(30, VOCAB)
     logits[:, 9] = 5.0
     forced = [
-        _row(temperature=temperature, seed=i, logit_bias={33: 100.0, 10**6: 1.0}) for i in range(30)
+        make_row(temperature=temperature, seed=i, logit_bias={33: 100.0, 10**6: 1.0})
+        for i in range(30)
     ]
     assert _tokens(logits, forced) == [33] * 30
-    banned = [_row(temperature=temperature, seed=i, logit_bias={9: -100.0}) for i in range(30)]
+    banned = [make_row(temperature=temperature, seed=i, logit_bias={9: -100.0}) for i in range(30)]
     assert 9 not in _tokens(logits, banned)
 
 
 def test_prompt_ids_outside_the_vocabulary_are_passed_over() -> None:
     """Penalties over ids that the logits have no column for change nothing and do not fail."""
-    row = _row([VOCAB + 3, 0], [VOCAB], repetition_penalty=2.0, presence_penalty=1.0)
+    row = make_row([VOCAB + 3, 0], [VOCAB], repetition_penalty=2.0, presence_penalty=1.0)
     assert _edit(SCORES, row) == [0.5, *SCORES[1:]]
 
 
@@ -174,7 +175,7 @@ SHAPES: list[dict[str, Any]] = [
 def test_rows_that_are_not_finite_are_named(kwargs: dict[str, Any], dtype: torch.dtype) -> None:
     """One NaN or +inf suffices; the other rows get the same tokens as without these."""
     logits = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(2)).to(dtype)
-    rows = [_row(seed=i, **kwargs) for i in range(8)]
+    rows = [make_row(seed=i, **kwargs) for i in range(8)]
     expected = _tokens(logits, rows)
     logits[1], logits[2] = NAN, -INF
     logits[3, 40], logits[5, 7] = INF, NAN
@@ -191,7 +192,7 @@ def test_minus_infinity_is_a_token_that_is_never_chosen(kwargs: dict[str, Any]) 
     """Masks and logit_bias make it: the row is finite as long as one token is left."""
     logits = torch.full((20, VOCAB), -INF)
     logits[:, 7] = 1.0
-    result = _sampler().sample(logits, [_row(seed=i, **kwargs) for i in range(20)])
+    result = _sampler().sample(logits, [make_row(seed=i, **kwargs) for i in range(20)])
     assert result.token_ids == [7] * 20
     assert result.not_finite == []
 
@@ -201,7 +202,7 @@ def test_all_banned_takes_the_raw_maximum(kwargs: dict[str, Any]) -> None:
     """Where edits ban every possible token, the most likely raw token is taken."""
     logits = torch.full((3, VOCAB), -INF)
     logits[:, EOS[0]], logits[:, EOS[1]] = 1.0, 2.0
-    rows = [_row(min_tokens=5, seed=i, **kwargs) for i in range(3)]
+    rows = [make_row(min_tokens=5, seed=i, **kwargs) for i in range(3)]
     assert _tokens(logits, rows) == [EOS[1]] * 3
 
 
@@ -212,7 +213,7 @@ def test_extreme_logits_do_not_overflow(kwargs: dict[str, Any]) -> None:
     logits = torch.full((4, VOCAB), -largest)
     logits[:, 20] = largest
     rows = [
-        _row([20], [20], seed=i, **{"repetition_penalty": 0.01, "temperature": 1e-4, **kwargs})
+        make_row([20], [20], seed=i, **{"repetition_penalty": 0.01, "temperature": 1e-4, **kwargs})
         for i in range(4)
     ]
     assert _tokens(logits, rows) == [20] * 4
@@ -228,9 +229,9 @@ def test_logprobs_are_of_raw_logits() -> None:
     """Logprobs ignore temperature, bias and penalties; only rows that ask get them."""
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(5)).bfloat16()
     rows = [
-        _row([4], logprobs=3, temperature=0.1, logit_bias={33: 100.0}),
-        _row(),
-        _row(logprobs=0, temperature=0.0),
+        make_row([4], logprobs=3, temperature=0.1, logit_bias={33: 100.0}),
+        make_row(),
+        make_row(logprobs=0, temperature=0.0),
     ]
     result = _sampler().sample(logits, rows)
     reference = logits.float().log_softmax(-1)
@@ -294,14 +295,16 @@ def test_a_bad_word_is_banned_where_its_beginning_ends_the_output() -> None:
         ([1], [6, 7], {3, 0}),
         ([1], [6, 7, 1], {3}),
     ):
-        edited = _edit(SCORES, _row(prompt, outputs, bad_words=words))
+        edited = _edit(SCORES, make_row(prompt, outputs, bad_words=words))
         assert {i for i, score in enumerate(edited) if score == -INF} == banned
         kept = set(range(len(SCORES))) - banned
         assert [edited[i] for i in kept] == [SCORES[i] for i in kept]
 
 
 def test_only_allowed_tokens_remain() -> None:
-    edited = _edit(SCORES, _row(allowed_token_ids=[1, 6, VOCAB + 9], logit_bias={5: 9.0, 6: 1.0}))
+    edited = _edit(
+        SCORES, make_row(allowed_token_ids=[1, 6, VOCAB + 9], logit_bias={5: 9.0, 6: 1.0})
+    )
     assert edited == [-INF, -1.0, -INF, -INF, -INF, -INF, 1.5, -INF]
 
 
@@ -311,14 +314,14 @@ def test_a_banned_allowed_token_is_better_than_any_other(
     temperature: float, allowed: list[int]
 ) -> None:
     """Also where it is repeated."""
-    row = _row(allowed_token_ids=allowed, bad_words=[[3], [4]], temperature=temperature)
+    row = make_row(allowed_token_ids=allowed, bad_words=[[3], [4]], temperature=temperature)
     assert _tokens(torch.randn(1, VOCAB), [row]) == [4]
 
 
 def test_logprobs_of_chosen_candidates() -> None:
     """In the order of the request, beside a row with the most likely ones."""
     logits = torch.tensor([SCORES] * 2)
-    rows = [_row(logprobs=2, logprob_token_ids=[3, 0, 5]), _row(logprobs=2)]
+    rows = [make_row(logprobs=2, logprob_token_ids=[3, 0, 5]), make_row(logprobs=2)]
     chosen, best = _sampler(len(SCORES)).sample(logits, rows).logprobs
     assert chosen is not None
     assert best is not None

@@ -36,7 +36,7 @@ from worker_proc.modules.experts.router import ONE_THREAD_VALUES
 from worker_proc.modules.fusing import ROUTER_KEY, fuse_modules
 from worker_proc.modules.packed_linear import pack_linears
 from worker_proc.modules.packed_matrix import PackedMatrix
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 
@@ -47,11 +47,6 @@ HIDDEN_SIZE, SIZE = 74, 44
 NUM_EXPERTS, NUM_CHOSEN = 9, 3
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "num_experts_per_tok": NUM_CHOSEN}
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def deepseek(activation: str = "silu") -> nn.Module:

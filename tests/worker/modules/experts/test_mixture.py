@@ -30,7 +30,7 @@ from worker_proc.modules.experts.mixture import (
 )
 from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.mlp import FusedMLP
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 from worker_proc.native.structures import Activation
@@ -44,11 +44,6 @@ HIDDEN_SIZE, SIZE = 74, 44
 """Not multiples of a vector."""
 NUM_EXPERTS = 21
 CODED = (Format.INT8, Format.INT4, Format.INT8_FOR_CODES)
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def random_experts(num_experts: int, hidden_size: int, size: int) -> ExpertWeights:

@@ -26,16 +26,11 @@ from tests.worker.modules.experts.test_grouped import (
 from tests.worker.modules.test_fusing import DTYPES
 from worker_proc.modules.fusing import OWN_FORWARD, fuse_modules
 from worker_proc.modules.packed_matrix import PackedMatrices
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def longcat() -> nn.Module:

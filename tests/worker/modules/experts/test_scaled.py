@@ -8,7 +8,7 @@ from transformers.models.llama4.modeling_llama4 import Llama4TextMoe
 from tests.worker.checkpoints import SHAPE
 from worker_proc.modules.experts.grouped import GroupedExperts
 from worker_proc.modules.fusing import SCALED_KEY, fuse_modules
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 
@@ -16,11 +16,6 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("two_threads"),
 ]
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def make_mixture(dtype: torch.dtype, num_chosen: int) -> torch.nn.Module:

@@ -6,17 +6,12 @@ from torch import nn
 from transformers.models.jetmoe.modeling_jetmoe import JetMoeParallelExperts
 
 from worker_proc.modules.experts.sized import SizedExperts, pack_sized_experts
-from worker_proc.native.build import build, compiler
+from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 SIZES = [3, 0, 1, 17]
-
-
-@pytest.fixture(scope="module")
-def library() -> NativeLibrary:
-    return NativeLibrary(build())
 
 
 def experts(dtype: torch.dtype) -> JetMoeParallelExperts:
