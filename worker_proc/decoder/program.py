@@ -6,9 +6,8 @@ that a hook that changes nothing changes no bit.
 """
 
 import ctypes
-from collections.abc import Collection, Iterator, Mapping
-from functools import cached_property
-from typing import Any, NamedTuple
+from collections.abc import Collection, Mapping
+from typing import Any
 
 import torch
 
@@ -16,120 +15,40 @@ from worker_proc.adapters.rows import MAX_SITES
 from worker_proc.adapters.sites import Site
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import NativeBackend
+from worker_proc.decoder.buffers import (
+    ATTENDED,
+    CHOICES,
+    CODES,
+    EXPERT_CODES,
+    EXPERT_INNER,
+    GATHERED,
+    HIDDEN,
+    INNER,
+    LOGITS,
+    NORMED,
+    OUTPUT,
+    PERMUTED,
+    PROJECTED,
+    QKV,
+    SPLIT,
+    first_factor,
+)
 from worker_proc.decoder.hooks import Columns, Cut, HookPoint, Projection, When
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings
 from worker_proc.modules.experts.mixture import FusedExperts
 from worker_proc.modules.experts.products import ExpertBuffers
 from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.pointwise import FusedRMSNorm
-from worker_proc.native.instructions import coded_stride, embedding, projection
-from worker_proc.native.packed_weights import PANEL_OUTPUTS, Format, PackedWeight
-from worker_proc.native.structures import AdaptedSiteArgs, Epilogue, Instruction, Kind, ProgramArgs
+from worker_proc.native.instructions import embedding, projection
+from worker_proc.native.packed_weights import Format, PackedWeight
+from worker_proc.native.structures import AdaptedSiteArgs, Epilogue, Instruction, Kind
 
-HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED, SPLIT = range(7)
-"""SPLIT has gates and factors next to each other, for the hooks that read them."""
-LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
-"""Buffers of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each
-token."""
-CODES, EXPERT_CODES = 11, 12
-"""Coded input rows, for weights that need them. EXPERT_CODES has a row for each expert of each
-token."""
-PERMUTED = 13
-"""Input rows in the order that a projection's weight requires."""
-OUTPUT = 14
-"""Logits, in a program that ends with them."""
 GATES = (Projection.GATE, Projection.UP)
 _MAKE_ROWS = (Kind.EMBED, Kind.ADD)
 """Like a norm, these divide the rows equally among the threads, and do nothing else."""
 _ADAPTING = (Kind.SHRINK, Kind.EXPAND)
 _NOWHERE = Columns(HIDDEN, 0, 0)
 """Stands for outputs that are fused with the next operation and that no hook reads."""
-
-
-class Segment(NamedTuple):
-    """Instructions of one native call, and the hooks that are called after it."""
-
-    args: ProgramArgs
-    cuts: list[Cut]
-
-
-class Program:
-    """The instructions for one pool; keeps alive everything that they point to."""
-
-    def __init__(
-        self,
-        key: tuple[int, ...],
-        paged: list[PagedLayer],
-        first_layers: list[int],
-        writer: "ProgramWriter",
-        is_bf16: bool,
-    ) -> None:
-        self.key = key
-        self.first_layers = first_layers
-        """For each kind of angles, the first layer that uses it."""
-        self._paged = paged  # kept alive so that the key stays unique
-        self._adapted = writer.adapted
-        self._array = (Instruction * len(writer.instructions))(*writer.instructions)
-        self._is_bf16 = is_bf16
-        self._boundaries = [*writer.boundaries, len(writer.instructions)]
-        self._cuts = writer.cuts
-        self._segments: dict[range, list[Segment]] = {}
-
-    @cached_property
-    def all_instructions(self) -> ProgramArgs:
-        """All instructions in one call, for a program without hooks."""
-        return self._args(0, len(self._array))
-
-    def segments(self, layers: range) -> list[Segment]:
-        """Return the calls for consecutive layers; a single one if they have no hooks."""
-        found = self._segments.get(layers)
-        if found is None:
-            found = self._segments[layers] = list(self._segments_of(layers))
-        return found
-
-    def _segments_of(self, layers: range) -> Iterator[Segment]:
-        first, last = self._boundaries[layers.start], self._boundaries[layers.stop]
-        cuts = [cut for cut in self._cuts if cut.point.layer in layers]
-        for index in sorted({cut.position for cut in cuts}):
-            yield Segment(self._args(first, index), [cut for cut in cuts if cut.position == index])
-            first = index
-        yield Segment(self._args(first, last), [])
-
-    def _args(self, first: int, last: int) -> ProgramArgs:
-        address = ctypes.addressof(self._array) + first * ctypes.sizeof(Instruction)
-        return ProgramArgs(address, last - first, self._is_bf16)
-
-
-def hooked_projections(layer: DecoderLayer) -> tuple[Projection, ...]:
-    """Return the projections of a layer that can have hooks; experts' projections cannot."""
-    without_mlp = (Projection.QUERY, Projection.KEY, Projection.VALUE, Projection.OUT)
-    return without_mlp if isinstance(layer.mlp, FusedExperts) else tuple(Projection)
-
-
-def split_width(mlp: FusedMLP) -> int:
-    """Return the width of gates and factors, each of which begins with a whole panel."""
-    return 2 * _first_factor(mlp)
-
-
-def codes_stride(layer: DecoderLayer) -> int:
-    """Return the stride in bytes of the coded rows that a layer's projections take."""
-    weights = (*layer.qkv, layer.out, layer.mlp.gate_up, layer.down)
-    coded = [w for w in weights if w is not None and w.format is Format.INT8_FOR_CODES]
-    return coded_stride(max((weight.num_inputs for weight in coded), default=0))
-
-
-def expert_codes_stride(layer: DecoderLayer) -> int:
-    """Return the stride in bytes of the coded rows that a layer's experts take."""
-    return (
-        layer.mlp.products.codes_stride if isinstance(layer.mlp, FusedExperts) else coded_stride(0)
-    )
-
-
-def permuted_width(layer: DecoderLayer) -> int:
-    """Return the longest row that a layer's projections take in their own order."""
-    weights = (*layer.qkv, layer.out, layer.mlp.gate_up, layer.down)
-    orders = [weight.order for weight in weights if weight is not None]
-    return max((len(order) for order in orders if order is not None), default=0)
 
 
 class ProgramWriter:
@@ -277,7 +196,7 @@ class ProgramWriter:
             )
             self._project(instruction, mlp.gate_up, inputs, dict.fromkeys(GATES, _NOWHERE))
             return
-        column = _first_factor(mlp)
+        column = first_factor(mlp)
         outputs = {
             Projection.GATE: Columns(SPLIT, 0, mlp.size),
             Projection.UP: Columns(SPLIT, column, mlp.size),
@@ -481,7 +400,3 @@ def _norm(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Inst
         epsilon=norm.epsilon,
         rounds_first=norm.round_first,
     )
-
-
-def _first_factor(mlp: FusedMLP) -> int:
-    return -(-mlp.size // PANEL_OUTPUTS) * PANEL_OUTPUTS

@@ -19,9 +19,11 @@ from worker_proc.attention.native import NativeBackend
 from worker_proc.decoder.buffers import Buffers
 from worker_proc.decoder.hooks import Hook, HookPoint, Projection
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
-from worker_proc.decoder.program import GATES, Program, ProgramWriter, hooked_projections
+from worker_proc.decoder.program import GATES, ProgramWriter
+from worker_proc.decoder.segments import Program
 from worker_proc.loading.layer_executor import Angles, Stack
 from worker_proc.loading.ranks import Ranks
+from worker_proc.modules.experts.mixture import FusedExperts
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import ProgramArgs, RunArgs
 
@@ -97,7 +99,7 @@ class DecoderStack:
         for layer, name, _ in hooks:
             if not 0 <= layer < len(self.layers):
                 raise ValueError(f"layer {layer} is not among the {len(self.layers)} layers")
-            if name not in hooked_projections(self.layers[layer]):
+            if name not in _hooked_projections(self.layers[layer]):
                 raise ValueError(f"layer {layer} has experts, and no hooks around {name}")
         self._hooks = dict(hooks)
         self._clear()
@@ -238,3 +240,9 @@ def restore_forwards(modules: Sequence[nn.Module]) -> None:
     """Make each module compute its own layer again."""
     for module in modules:
         module.__dict__.pop("forward", None)
+
+
+def _hooked_projections(layer: DecoderLayer) -> tuple[Projection, ...]:
+    """Return the projections of a layer that can have hooks; experts' projections cannot."""
+    without_mlp = (Projection.QUERY, Projection.KEY, Projection.VALUE, Projection.OUT)
+    return without_mlp if isinstance(layer.mlp, FusedExperts) else tuple(Projection)

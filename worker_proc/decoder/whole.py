@@ -17,7 +17,8 @@ from torch import nn
 from torch.nn import functional
 
 from worker_proc.decoder.angles import AngleCall, AngleTable
-from worker_proc.decoder.program import Program, ProgramWriter
+from worker_proc.decoder.program import ProgramWriter
+from worker_proc.decoder.segments import Program
 from worker_proc.decoder.stack import DecoderStack, pointers, restore_forwards
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import NativeLinear, output_layer
