@@ -3,8 +3,16 @@
 import pytest
 
 from protocol.core_worker import NULL_BLOCK
-from tests.core.harness import PLAIN_TOKEN
+from tests.core.harness import PLAIN_TOKEN, Harness
 from tests.core.state_bench import FULL, WINDOW, cached, entries, make, sent_table, states
+
+
+def run_prompt(bench: Harness, length: int) -> list[int]:
+    """Compute a prompt as request a, and return it."""
+    prompt = list(range(100, 100 + length))
+    bench.add("a", prompt, 1)
+    bench.run()
+    return prompt
 
 
 def test_snapshots_are_at_multiples_and_at_the_end_of_the_prompt() -> None:
@@ -73,9 +81,7 @@ def test_outputs_are_kept_at_multiples_too(depth: int) -> None:
 def test_a_hit_needs_both_the_state_and_the_kv(num_states: int, blocks: int) -> None:
     """Another request takes the only spare state block, or all KV blocks."""
     bench = make(num_states, blocks=blocks)
-    prompt = list(range(100, 200))
-    bench.add("a", prompt, 1)
-    bench.run()
+    prompt = run_prompt(bench, 100)
     bench.add("other", 300, 1)
     bench.run()
     bench.add("b", prompt, 1)
@@ -87,9 +93,7 @@ def test_a_hit_needs_both_the_state_and_the_kv(num_states: int, blocks: int) -> 
 
 def test_the_hit_of_a_window_and_of_a_state_end_at_one_position() -> None:
     bench = make(9, groups=(FULL, WINDOW))
-    prompt = list(range(100, 300))
-    bench.add("a", prompt, 1)
-    bench.run()
+    prompt = run_prompt(bench, 200)
     bench.add("b", [*prompt[:150], 5, 5], 1)
     bench.step()
     assert cached(bench, "b") == 128
@@ -131,9 +135,7 @@ def test_the_block_that_a_request_begins_from_is_not_its_own() -> None:
 
 def test_no_second_block_is_given_to_a_content_that_is_cached() -> None:
     bench = make(4)
-    prompt = list(range(100, 140))
-    bench.add("a", prompt, 1)
-    bench.run()
+    prompt = run_prompt(bench, 40)
     bench.scheduler.kv.pool.forget_all()  # so that all is computed again
     bench.add("b", prompt, 1)
     assert bench.step() == {"b": 40}
@@ -177,9 +179,7 @@ def test_what_is_not_cached_yet_is_given_up_for_an_admission() -> None:
 
 def test_the_only_block_is_taken_over_with_its_content() -> None:
     bench = make(1)
-    prompt = list(range(100, 140))
-    bench.add("a", prompt, 1)
-    bench.run()
+    prompt = run_prompt(bench, 40)
     assert states(bench).pool.num_free == 1
     bench.add("b", prompt, 1)
     bench.step()
@@ -188,9 +188,7 @@ def test_the_only_block_is_taken_over_with_its_content() -> None:
 
 def test_a_hit_is_taken_over_where_no_other_block_is_left() -> None:
     bench = make(2, spacing=1024)
-    prompt = list(range(100, 140))
-    bench.add("a", prompt, 1)
-    bench.run()
+    prompt = run_prompt(bench, 40)
     bench.add("long", 10, 40)
     bench.step()
     bench.add("b", prompt, 20)
@@ -204,9 +202,7 @@ def test_a_hit_is_taken_over_where_no_other_block_is_left() -> None:
 
 def test_a_hit_that_another_request_reads_is_not_taken_over() -> None:
     bench = make(3, spacing=1024)
-    prompt = list(range(100, 140))
-    bench.add("a", prompt, 1)
-    bench.run()
+    prompt = run_prompt(bench, 40)
     bench.add("b", prompt, 20)
     bench.add("c", prompt, 20)
     bench.add("d", prompt, 20)
@@ -217,9 +213,7 @@ def test_a_hit_that_another_request_reads_is_not_taken_over() -> None:
 
 def test_a_snapshot_may_be_replaced_while_a_request_waits_to_begin_from_it() -> None:
     bench = make(2, blocks=12)
-    prompt = list(range(100, 200))
-    bench.add("a", prompt, 1)
-    bench.run()
+    prompt = run_prompt(bench, 100)
     bench.add("decodes", 10, 70)
     bench.step()
     bench.add("b", [*prompt, *range(61)], 1)
