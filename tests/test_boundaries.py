@@ -35,17 +35,8 @@ SUBPACKAGES = {
     "core_proc": ["kv", "scheduling", "recovery", "outputs", "preparation", "links"],
     "worker_proc": [
         *("native", "kv", "recurrent", "attention", "grammar", "sampling", "quantization"),
-        *("gguf", "adapters", "offload"),
-        *(
-            "loading",
-            "modules",
-            "drafting",
-            "calibration",
-            "decoder",
-            "parallel",
-            "cuda",
-            "startup",
-        ),
+        *("gguf", "adapters", "offload", "null", "loading", "modules", "drafting"),
+        *("calibration", "decoder", "parallel", "cuda", "startup"),
     ],
     "scripts": ["gguf", "hub", "block_server", "supervisor", "placement", "bench", "batch"],
 }
@@ -67,8 +58,8 @@ STATE_MACHINES = {
         *("scheduling/victims", "scheduling/waiting"),
     ],
     "worker_proc": [
-        *("kv/kv_groups", "kv/null_blocks", "kv/null_states"),
-        *("mirror", "null_model", "null_runner", "runner", "shim"),
+        *("kv/kv_groups", "mirror", "runner", "shim"),
+        *("null/blocks", "null/model", "null/runner", "null/states"),
     ],
     "protocol": [
         *("api_core", "core_worker", "kv_events", "message", "request_validation", "sampling"),
@@ -81,7 +72,7 @@ STATE_MACHINES = {
     ],
 }
 """Modules that decide: no sockets, no threads, no sleeping."""
-WITHOUT_TORCH = ["worker_proc.loop", "worker_proc.null_runner", "worker_proc.__main__"]
+WITHOUT_TORCH = ["worker_proc.loop", "worker_proc.null.runner", "worker_proc.__main__"]
 
 
 @cache
@@ -167,8 +158,7 @@ def test_package_has_few_files_at_its_root(package: str) -> None:
 def test_state_machine_has_no_sockets_threads_or_sleeps(path: Path) -> None:
     banned = {"zmq", "threading", "socket", "asyncio", "multiprocessing"}
     assert not imported_packages(path) & banned
-    if path.stem != "null_runner":  # it sleeps to imitate a slow model
-        assert "time.sleep(" not in path.read_text()
+    assert "time.sleep(" not in path.read_text()
 
 
 def modules_after(statement: str) -> set[str]:

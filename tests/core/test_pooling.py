@@ -18,7 +18,7 @@ from protocol.sampling import (
     SamplingParams,
     pooling_params,
 )
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.runner import NullRunner
 
 CLIENT = b"client"
 FACTS = ModelFacts("null", 1000, 4096, 16, 4096, [2], embedding_size=16, num_host_blocks=64)

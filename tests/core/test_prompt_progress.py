@@ -5,7 +5,7 @@ import pytest
 from protocol.api_core import RequestOutput
 from protocol.sampling import SamplingParams
 from tests.core.test_pooling import FACTS, Bench
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.runner import NullRunner
 
 PROMPT = list(range(5, 105))
 ASKS = SamplingParams(max_tokens=3, ignore_eos=True, return_progress=True)

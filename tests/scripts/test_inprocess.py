@@ -11,7 +11,7 @@ from protocol.kv_events import BlocksStored
 from protocol.sampling import FinishReason, Grammar, GrammarKind, SamplingParams
 from scripts import inprocess
 from scripts.inprocess import InprocEngine
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.runner import NullRunner
 from worker_proc.runner import PORTABLE_ATTENTION
 
 

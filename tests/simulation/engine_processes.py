@@ -32,7 +32,7 @@ from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.service import GrammarService
 from worker_proc.loop import WorkerLoop
-from worker_proc.null_runner import NullTimes
+from worker_proc.null.runner import NullTimes
 
 Loop = CoreLoop | WorkerLoop
 EMBEDDING_SIZE = 8

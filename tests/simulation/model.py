@@ -14,8 +14,8 @@ from protocol.core_worker import ModelFacts
 from protocol.sampling import FinishReason, SamplingParams
 from tests.simulation.grammars import FIRST_TOKEN_ID, SimulatedMatcher
 from worker_proc.mirror import MirroredRequest
-from worker_proc.null_model import null_vector
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.model import null_vector
+from worker_proc.null.runner import NullRunner
 
 CONTEXT_TOKENS = 4
 

@@ -14,14 +14,14 @@ import core_proc.links.worker_link
 import core_proc.loop
 import protocol.client.open_requests
 import worker_proc.loop
-import worker_proc.null_runner
+import worker_proc.null.runner
 from tests.simulation.sockets import SimulatedSocket
 from tests.simulation.wire import Wire
 from tests.simulation.world import KilledHere, Violation, World
 
 FAILPOINT_MODULES = (
     *(core_proc.loop, core_proc.links.worker_link),
-    *(protocol.client.open_requests, worker_proc.loop, worker_proc.null_runner),
+    *(protocol.client.open_requests, worker_proc.loop, worker_proc.null.runner),
 )
 """A process can be killed at the failpoints of these modules."""
 _READABLE = int(zmq.POLLIN)

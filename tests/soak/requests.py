@@ -12,7 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from protocol.core_worker import ModelFacts
-from worker_proc.null_model import CONTEXT_TOKENS, next_token_id
+from worker_proc.null.model import CONTEXT_TOKENS, next_token_id
 
 NUM_SHARED_PREFIXES = 16
 _SHARED_TOKENS = 48

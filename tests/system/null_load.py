@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
-from worker_proc.null_model import next_token_id
+from worker_proc.null.model import next_token_id
 from worker_proc.startup.start import NULL_EOS_TOKEN_ID, NULL_VOCAB_SIZE
 
 TIMEOUT_S = 60.0

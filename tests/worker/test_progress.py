@@ -10,7 +10,7 @@ from protocol.core_worker import Adopt, ModelRunnerOutput, SchedulerOutput
 from protocol.process import child_runtime
 from protocol.process.progress_page import Phase, ProgressPage, ProgressRecord
 from tests.unsupervised_child import UnsupervisedChild
-from tests.worker import test_shim
+from tests.worker import loop_bench
 from tests.worker.fake_runner import DeviceRunner, FakeRunner, step
 from tests.worker.loop_bench import OWN_EPOCH, Bench
 
@@ -43,7 +43,7 @@ def bench(
 ) -> Iterator[Bench]:
     monkeypatch.setattr(child_runtime, "show_stacks", lambda: None)
     monkeypatch.setattr(
-        test_shim,
+        loop_bench,
         "UnsupervisedChild",
         lambda *arguments: UnsupervisedChild(*arguments, progress_fd=runner.fd, hang_timeout_s=3.0),
     )
@@ -99,7 +99,7 @@ def test_a_launched_step_keeps_its_deadline_until_it_is_done(
 ) -> None:
     """A device that never ends a step is noticed, although the loop goes on."""
     monkeypatch.setattr(
-        test_shim,
+        loop_bench,
         "UnsupervisedChild",
         lambda *arguments: UnsupervisedChild(*arguments, progress_fd=runner.fd, hang_timeout_s=3.0),
     )

@@ -157,7 +157,7 @@ def null_facts(config: EngineConfig) -> ModelFacts:
 
 
 def _null_runner(config: EngineConfig) -> Runner:
-    from worker_proc.null_runner import NullRunner, NullTimes
+    from worker_proc.null.runner import NullRunner, NullTimes
 
     facts, lora = null_facts(config), config.lora
     return NullRunner(

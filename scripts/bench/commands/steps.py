@@ -18,7 +18,7 @@ from scripts.bench.scheduler import production_gc
 from scripts.bench.workloads import Request
 from scripts.inprocess import InprocEngine
 from scripts.supervisor.startup import complete_config, parse
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.runner import NullRunner
 from worker_proc.runner import Runner
 
 Patch = tuple[Any, str, Callable[[Any], Any]]

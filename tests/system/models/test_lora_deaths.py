@@ -16,7 +16,7 @@ from scripts.testing import Engine, EngineFactory, eventually
 from tests.system.models.test_lora import TARGETS, demo_model, greedy, have
 from tests.system.null_load import Stream
 from tests.worker.adapters.peft_adapters import write_adapter
-from worker_proc.null_model import next_token_id
+from worker_proc.null.model import next_token_id
 from worker_proc.startup.start import NULL_EOS_TOKEN_ID, NULL_VOCAB_SIZE
 
 NUM_TOKENS = 400

@@ -8,7 +8,7 @@ from protocol.core_worker import KVGroup
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from worker_proc.calibration.warm_up import NUM_TEXTS, warm_up
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.runner import NullRunner
 from worker_proc.startup.start import null_facts
 
 PROMPTS = [[5, 6, 7, n] for n in range(8)]

@@ -19,7 +19,7 @@ from tests.worker.sampling.test_sampler_edits import Row
 from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import NativeLibrary
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.runner import NullRunner
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.thinking import forced_token
 

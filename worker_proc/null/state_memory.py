@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 
-from worker_proc.kv.null_states import State
+from worker_proc.null.states import State
 from worker_proc.offload.memory import Parts, Wait, no_wait
 
 _STATE = struct.Struct("<QI")

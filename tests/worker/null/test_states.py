@@ -7,11 +7,11 @@ import pytest
 
 from protocol.core_worker import BlockCopies, KVGroup, ModelFacts, NewRequestData, SchedulerOutput
 from tests.worker.driving import drive
+from tests.worker.null.test_runner import PARAMS, expected, facts, prompts
 from tests.worker.steps import new, step
-from tests.worker.test_null_runner import PARAMS, expected, facts, prompts
 from worker_proc.errors import MirrorError
 from worker_proc.mirror import Mirror
-from worker_proc.null_runner import NullRunner
+from worker_proc.null.runner import NullRunner
 
 BLOCK_SIZE = 4
 

@@ -20,8 +20,8 @@ from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.steps import new, step
 from worker_proc.errors import MirrorError
-from worker_proc.null_model import draft_token_ids, next_token_id
-from worker_proc.null_runner import NullRunner, NullTimes
+from worker_proc.null.model import draft_token_ids, next_token_id
+from worker_proc.null.runner import NullRunner, NullTimes
 
 EOS = [2]
 PARAMS = SamplingParams(max_tokens=20, temperature=0.0)
@@ -283,5 +283,5 @@ def test_it_can_be_made_slow() -> None:
 
 
 def test_it_never_imports_torch() -> None:
-    code = "import sys, worker_proc.null_runner; sys.exit('torch' in sys.modules)"
+    code = "import sys, worker_proc.null.runner; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,1 @@
+"""The runner without a model."""

@@ -1,0 +1,1 @@
+"""A runner without a model, which checks every step that it gets."""
