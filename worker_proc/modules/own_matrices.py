@@ -12,9 +12,9 @@ from torch import nn
 
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.modules.packed_matrix import PackedMatrices, PackedMatrix
+from worker_proc.modules.trial_attributes import keeps_attributes
 from worker_proc.modules.trial_errors import TRIAL_FAILURES, TRIAL_SCALES, greatest, greatest_error
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
-from worker_proc.recurrent.rowwise import compute_rowwise
 
 _Arguments = Mapping[str, torch.Tensor]
 NUM_TRIAL_ROWS = 5
@@ -106,26 +106,17 @@ def _pack(
         expected = [_called(module, given) for given in trials]
     except TRIAL_FAILURES:
         return False  # it takes other arguments
-    before = dict(module.__dict__)
     packed = {
         name: (PackedMatrix if matrix.dim() == 2 else PackedMatrices)(library, matrix)
         for name, matrix in matrices.items()
     }
-    for name in packed:
-        del module._parameters[name]
-    module.__dict__.update(packed)
-    compute_rowwise(module)
-    try:
+
+    def agrees() -> bool:
         found = [_called(module, given) for given in trials]
         is_same = all(map(_agree, found, expected, [max_error] * len(found)))
-        if is_same and (not trials or all(matrix.is_used for matrix in packed.values())):
-            return True
-    except TRIAL_FAILURES:
-        pass  # it uses a matrix in another operation
-    module.__dict__.clear()
-    module.__dict__.update(before)
-    module._parameters.update(matrices)
-    return False
+        return is_same and (not trials or all(matrix.is_used for matrix in packed.values()))
+
+    return keeps_attributes(module, packed, agrees)
 
 
 def is_own_matrix(parameter: nn.Parameter) -> bool:

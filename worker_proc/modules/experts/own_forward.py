@@ -14,10 +14,9 @@ from torch import nn
 from worker_proc.modules.experts.grouped import agrees, own_results, trials
 from worker_proc.modules.experts.products import ExpertSizes
 from worker_proc.modules.packed_matrix import PackedMatrices
-from worker_proc.modules.trial_errors import TRIAL_FAILURES
+from worker_proc.modules.trial_attributes import keeps_attributes
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.quantization.coded_tensor import CodedTensor
-from worker_proc.recurrent.rowwise import compute_rowwise
 
 _STACKS = {"gate_up_proj", "down_proj"}
 
@@ -37,21 +36,13 @@ def pack_own_experts(module: nn.Module, library: NativeLibrary, *, is_proven: bo
     expected = None if is_proven else own_results(module, tried)
     if not is_proven and expected is None:
         return False
-    before = dict(module.__dict__)
-    for name in stacks:
-        del module._parameters[name]
-    module.__dict__.update((name, PackedMatrices(library, stacks[name])) for name in stacks)
-    module.__dict__["forward"] = partial(inspect.unwrap(type(module).forward), module)
-    compute_rowwise(module)
-    try:
-        if expected is None or agrees(module(*tried), expected, tried):
-            return True
-    except TRIAL_FAILURES:
-        pass  # it uses a matrix in another operation
-    module.__dict__.clear()
-    module.__dict__.update(before)
-    module._parameters.update(stacks)
-    return False
+    packed = {name: PackedMatrices(library, stack) for name, stack in stacks.items()}
+    forward = partial(inspect.unwrap(type(module).forward), module)
+    return keeps_attributes(
+        module,
+        {**packed, "forward": forward},
+        lambda: expected is None or agrees(module(*tried), expected, tried),
+    )
 
 
 def _is_stack(weight: torch.Tensor) -> bool:
