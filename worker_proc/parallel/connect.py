@@ -9,9 +9,9 @@ from torch import nn
 from worker_proc.loading.layer_executor import Stack
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.packed_linear import output_layer
+from worker_proc.parallel.division.rank_norm import RankNorm
+from worker_proc.parallel.division.sharding import is_divided
 from worker_proc.parallel.exchange import RankExchange
-from worker_proc.parallel.rank_norm import RankNorm
-from worker_proc.parallel.sharding import is_divided
 
 
 def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) -> None:

@@ -25,11 +25,9 @@ from transformers.pytorch_utils import Conv1D
 
 from protocol.config import ParallelConfig
 from worker_proc.adapters.sites import OtherStages
-from worker_proc.attention.interface import attending_twice, transformers_attention
+from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.probe import ProbedModel, is_within
-from worker_proc.calibration.self_check import have_same_bits
 from worker_proc.errors import UnsupportedModel
-from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.passages import AnyRows, LayerForm, Passage, StageModel
@@ -37,9 +35,7 @@ from worker_proc.loading.rescaled_layers import divisor_behind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.share import Share
-from worker_proc.recurrent.layers import own_forwards
 
-_NUM_CHECKED_ROWS = 5
 _EMBEDDING = "original_hidden_states"
 """The argument by which layers take the rows of the embedding beside those of the layer before."""
 
@@ -92,7 +88,7 @@ class _NoOutput(nn.Module):
         return hidden_states
 
 
-class SharedParts(NamedTuple):
+class SharedLayer(NamedTuple):
     """A layer with weights that later layers share."""
 
     layers: frozenset[int]
@@ -116,7 +112,7 @@ class StageParts(NamedTuple):
     """For each layer, the inputs and outputs of all linear layers in it."""
     forms: list[LayerForm]
     """For each layer, what the code around it finds there."""
-    shared: dict[int, SharedParts]
+    shared: dict[int, SharedLayer]
     """Layers with weights that others share."""
     takes_embedding: bool
     """Whether layers take the rows of the embedding, too."""
@@ -167,19 +163,23 @@ def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
     """
     probed, device = checked.inspected.probed, checked.device.type
     if device != "cpu":
-        raise _refuse(num_stages, f"it works on the CPU only, and the device is {device}")
+        raise refuse_stages(num_stages, f"it works on the CPU only, and the device is {device}")
     if checked.inspected.dtype not in NATIVE_DTYPES:
         dtype = str(checked.inspected.dtype).removeprefix("torch.")
-        raise _refuse(num_stages, f"stages compute in float32 and bfloat16, and not in {dtype}")
+        raise refuse_stages(
+            num_stages, f"stages compute in float32 and bfloat16, and not in {dtype}"
+        )
     if checked.inspected.kind is not ModelKind.GENERATES or not checked.is_causal:
-        raise _refuse(num_stages, "the model does not generate text by attention")
+        raise refuse_stages(num_stages, "the model does not generate text by attention")
     if probed.has_own_attention:
-        raise _refuse(num_stages, "attention is in the model's own code")
+        raise refuse_stages(num_stages, "attention is in the model's own code")
     if name := attending_twice(layer.module_name for layer in probed.layers):
-        raise _refuse(num_stages, f"{name} attends several times in a step")
+        raise refuse_stages(num_stages, f"{name} attends several times in a step")
     for layer in probed.layers:
         if layer.spec.kv_source is not None or layer.biases is not None:
-            raise _refuse(num_stages, f"{layer.module_name} has keys of another layer, or biases")
+            raise refuse_stages(
+                num_stages, f"{layer.module_name} has keys of another layer, or biases"
+            )
     model = rehearse(checked)
     layers = _layer_names(model, probed, num_stages)
     forms = [_form_of(model, name, probed) for name in layers]
@@ -230,85 +230,6 @@ def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> Stage
     )
 
 
-@torch.inference_mode()
-def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
-    """Return the type of the rows that a layer passes on; it may be wider than the model's.
-
-    Refuses a model whose layers take more than the rows of the stage before, and those of the
-    embedding if these pass, too. So other tokens must not change what is computed from them, the
-    first layer must get them as they are, and the next stage's first layer must not get a further
-    output of the last layer, such as the states of a router.
-    """
-    model, shape = loaded.model, (1, _NUM_CHECKED_ROWS, stage.row_width)
-    rows = torch.randn(shape, generator=make_generator(3)).to(loaded.dtype)
-    outputs: list[torch.Tensor] = []
-    begun, ended, passed = _Seen(), _Seen(), _Seen()
-    handles = [
-        model.get_submodule(stage.first_layer).register_forward_pre_hook(
-            lambda _, args, kwargs: begun.take(args or (kwargs["hidden_states"],)), with_kwargs=True
-        ),
-        model.get_submodule(stage.last_layer).register_forward_hook(
-            lambda _, args, output: ended.take(output)
-        ),
-    ]
-    if stage.outlet is not None:
-        handles.append(
-            stage.outlet.register_forward_pre_hook(
-                lambda _, args, kwargs: passed.take((*args, *kwargs.values())), with_kwargs=True
-            )
-        )
-    try:
-        for first in range(2):
-            if stage.inlet is not None:
-                stage.take(rows)
-            tokens = torch.arange(first, first + _NUM_CHECKED_ROWS) * 7919 % loaded.vocab_size
-            with transformers_attention(model), own_forwards(model):
-                outputs.append(model(input_ids=tokens.unsqueeze(0), use_cache=False).logits)
-    except Exception as error:
-        reason = f"the forward of its layers fails: {type(error).__name__}: {error}"
-        raise _refuse(num_stages, reason) from error
-    finally:
-        for handle in handles:
-            handle.remove()
-        stage.forget()
-    given = rows[..., : hidden_size(model)]
-    if stage.inlet is not None and not _are_equal(begun.rows, given):
-        raise _refuse(num_stages, "its model changes the rows between two layers")
-    is_passed = any(one is other for one in ended.others for other in passed.others)
-    if is_passed or (stage.outlet is not None and stage.rows().shape != shape):
-        raise _refuse(num_stages, "its layers pass on more than a row for each token")
-    if stage.inlet is not None and not have_same_bits(*outputs):
-        raise _refuse(num_stages, "its layers take more than the rows of the layer before")
-    assert ended.rows is not None
-    return str(ended.rows.dtype).removeprefix("torch.")
-
-
-def _are_equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
-    return (
-        found is not None
-        and found.shape == expected.shape
-        and found.dtype == expected.dtype
-        and have_same_bits(found, expected)
-    )
-
-
-class _Seen:
-    """The rows that a layer takes or returns, and the numbers beside them.
-
-    Integers do not count: they are the tokens that an indexer selects, which are all tokens.
-    """
-
-    def __init__(self) -> None:
-        self.rows: torch.Tensor | None = None
-        self.others: list[torch.Tensor] = []
-
-    def take(self, values: Any) -> None:
-        """Keep the first value, and of the others the tensors of floats."""
-        self.rows, *others = values if isinstance(values, tuple) else (values,)
-        tensors = [one for one in others if isinstance(one, torch.Tensor)]
-        self.others = [one for one in tensors if one.is_floating_point()]
-
-
 def hidden_size(model: nn.Module) -> int:
     """Return the width of the rows that pass from a layer to the next one."""
     config: Any = model.config
@@ -316,7 +237,8 @@ def hidden_size(model: nn.Module) -> int:
     return width
 
 
-def _refuse(num_stages: int, reason: str) -> UnsupportedModel:
+def refuse_stages(num_stages: int, reason: str) -> UnsupportedModel:
+    """Return the error for a model whose layers cannot be divided into stages."""
     return UnsupportedModel(f"pipeline_parallel_size {num_stages}: {reason}")
 
 
@@ -337,13 +259,13 @@ def _layer_names(model: nn.Module, probed: ProbedModel, num_stages: int) -> list
     places = {name: index for index, name in enumerate(names)}
     for name in mixing:
         if name not in places:
-            raise _refuse(num_stages, f"{name} is not in a list of layers with the others")
+            raise refuse_stages(num_stages, f"{name} is not in a list of layers with the others")
     if any(places[one] > places[other] for kind in kinds for one, other in pairwise(kind)):
-        raise _refuse(num_stages, f"the layers of {prefix} are not computed in their order")
+        raise refuse_stages(num_stages, f"the layers of {prefix} are not computed in their order")
     if skipped := [name for name in names if name in probed.unused_modules]:
-        raise _refuse(num_stages, f"text does not pass through {skipped[0]}")
+        raise refuse_stages(num_stages, f"text does not pass through {skipped[0]}")
     if length < num_stages:
-        raise _refuse(num_stages, f"the model has {length} layers")
+        raise refuse_stages(num_stages, f"the model has {length} layers")
     return names
 
 
@@ -358,7 +280,7 @@ def _layer_with(model: nn.Module, name: str) -> str:
     return parent
 
 
-def _shared_parts(model: Any, layers: list[str]) -> dict[int, SharedParts]:
+def _shared_parts(model: Any, layers: list[str]) -> dict[int, SharedLayer]:
     """Return the layers with weights that others share, from the names of these weights."""
     found: dict[int, tuple[set[str], set[int]]] = {}
     for name, source in model.all_tied_weights_keys.items():
@@ -371,7 +293,7 @@ def _shared_parts(model: Any, layers: list[str]) -> dict[int, SharedParts]:
             sources.add(source)
             users.add(user)
     return {
-        index: SharedParts(frozenset(users), _without(model, layers[index], sources))
+        index: SharedLayer(frozenset(users), _without(model, layers[index], sources))
         for index, (sources, users) in found.items()
     }
 
@@ -403,7 +325,7 @@ def _parts_of(model: Any, layers: list[str], forms: list[LayerForm], num_stages:
     embedding, head = model.get_input_embeddings(), output_layer(model)
     names = {module: name for name, module in model.named_modules()}
     if head is None or embedding not in names or head not in names:
-        raise _refuse(num_stages, "the model shows no embedding and output layer")
+        raise refuse_stages(num_stages, "the model shows no embedding and output layer")
     is_tied = any(is_within(name, [names[head]]) for name in model.all_tied_weights_keys)
     per_layer = sum(map(_num_weights, map(model.get_submodule, layers))) / len(layers)
     head_layers = int(_num_weights(head) / (2 * per_layer))

@@ -22,7 +22,7 @@ from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import proven
-from worker_proc.parallel.stages import check_rows
+from worker_proc.parallel.stage_proof import check_rows
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.pooling import captured_hidden_states

@@ -54,7 +54,7 @@ from worker_proc.modules.score_terms import pack_distance_products, prove_score_
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format
-from worker_proc.parallel.sharding import check_division, shard
+from worker_proc.parallel.division.sharding import check_division, shard
 from worker_proc.parallel.share import Share
 from worker_proc.parallel.stages import (
     Stage,

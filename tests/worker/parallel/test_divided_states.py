@@ -29,7 +29,7 @@ from tests.worker.recurrent_models import KEY_DECAYS, RECURRENT
 from worker_proc.drafting import repetitions
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.passages import Passage
-from worker_proc.parallel import mlp_division
+from worker_proc.parallel.division import mlp
 from worker_proc.parallel.pipe import StagePipe
 from worker_proc.runner import Runner
 
@@ -511,6 +511,6 @@ def test_a_bias_that_every_rank_adds_is_found(
     """Parts that differ little from the whole are refused, too."""
     config = deep("nemotron_h", moe_latent_size=32, mlp_bias=True)()
     build_checkpoint(tmp_path / "model", config)
-    monkeypatch.setattr(mlp_division, "_AROUND_EXPERTS", ("fc1_latent_proj.", "fc2_latent_proj."))
+    monkeypatch.setattr(mlp, "_AROUND_EXPERTS", ("fc1_latent_proj.", "fc2_latent_proj."))
     with pytest.raises(UnsupportedModel, match=r"the parts of .*mixer do not add up to it"):
         Ranks(tmp_path / "model", 2)

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from worker_proc.parallel.divided_matrices import fits, has_shape
-from worker_proc.parallel.division import Division
-from worker_proc.parallel.rank_norm import is_norm
+from worker_proc.parallel.division.matrices import fits, has_shape
+from worker_proc.parallel.division.module_division import Division
+from worker_proc.parallel.division.rank_norm import is_norm
 from worker_proc.parallel.share import Section, Share, refuse
 from worker_proc.recurrent.lightning import is_lightning
 

@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.parallel.rank_norm import MAX_ERROR, RankNorm, epsilon_of
+from worker_proc.parallel.division.rank_norm import MAX_ERROR, RankNorm, epsilon_of
 from worker_proc.parallel.share import Section, Share, refuse
 
 _NUM_ROWS = 5

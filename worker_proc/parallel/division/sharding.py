@@ -23,27 +23,27 @@ from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
-from worker_proc.parallel.delta_division import divide_net
-from worker_proc.parallel.divided_matrices import (
+from worker_proc.parallel.division.delta_net import divide_net
+from worker_proc.parallel.division.griffin import divide_griffin
+from worker_proc.parallel.division.kimi import divide_kimi_net
+from worker_proc.parallel.division.lightning import divide_lightning
+from worker_proc.parallel.division.mamba import divide_heads_of_mamba, divide_mamba
+from worker_proc.parallel.division.mamba2 import divide_mamba2
+from worker_proc.parallel.division.matrices import (
     fits,
     has_shape,
     low_rank_terms,
     matrix_of,
     parameter_of,
 )
-from worker_proc.parallel.division import Division, divide_spec
-from worker_proc.parallel.division_proof import prove
-from worker_proc.parallel.griffin_division import divide_griffin
-from worker_proc.parallel.kimi_division import divide_kimi_net
-from worker_proc.parallel.lightning_division import divide_lightning
-from worker_proc.parallel.mamba2_division import divide_mamba2
-from worker_proc.parallel.mamba_division import divide_heads_of_mamba, divide_mamba
-from worker_proc.parallel.mlp_division import divide_mlps
-from worker_proc.parallel.rank_norm import is_norm
-from worker_proc.parallel.rwkv_division import divide_rwkv
+from worker_proc.parallel.division.mlp import divide_mlps
+from worker_proc.parallel.division.module_division import Division, divide_spec
+from worker_proc.parallel.division.proof import prove
+from worker_proc.parallel.division.rank_norm import is_norm
+from worker_proc.parallel.division.rwkv import divide_rwkv
+from worker_proc.parallel.division.shared_parts import SharedParts
+from worker_proc.parallel.division.short_conv import divide_short_conv
 from worker_proc.parallel.share import Section, Share, refuse
-from worker_proc.parallel.shared_parts import SharedParts
-from worker_proc.parallel.short_conv_division import divide_short_conv
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")

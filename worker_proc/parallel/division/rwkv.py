@@ -7,8 +7,8 @@ them. Both mix a row with the one before it, which all ranks keep whole.
 
 from torch import nn
 
-from worker_proc.parallel.divided_matrices import fits, has_shape
-from worker_proc.parallel.division import Division
+from worker_proc.parallel.division.matrices import fits, has_shape
+from worker_proc.parallel.division.module_division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 from worker_proc.recurrent.rwkv import is_rwkv
 from worker_proc.recurrent.scan import COLUMNS

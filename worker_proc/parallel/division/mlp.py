@@ -8,8 +8,8 @@ from collections.abc import Collection, Iterator, Sequence
 
 from torch import nn
 
-from worker_proc.parallel.divided_matrices import fits, low_rank_terms, matrix_of
-from worker_proc.parallel.division import Division
+from worker_proc.parallel.division.matrices import fits, low_rank_terms, matrix_of
+from worker_proc.parallel.division.module_division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 
 _NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "mixer", "mlp_block")

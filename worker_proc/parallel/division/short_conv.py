@@ -5,8 +5,8 @@ A rank has some channels, both of their gates, and the windows of the rows befor
 
 from torch import nn
 
-from worker_proc.parallel.divided_matrices import fits, has_shape
-from worker_proc.parallel.division import Division
+from worker_proc.parallel.division.matrices import fits, has_shape
+from worker_proc.parallel.division.module_division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 
 _IN, _OUT, _CONVOLUTION = "in_proj", "out_proj", "conv"

@@ -10,15 +10,15 @@ from torch import nn
 
 from worker_proc.adapters.sites import MatrixPart, Span
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.parallel.divided_matrices import (
+from worker_proc.parallel.division.gated_rank_norm import divide_gated_norm
+from worker_proc.parallel.division.matrices import (
     keep_channels,
     keep_inputs,
     keep_outputs,
     kept_units,
     parameter_of,
 )
-from worker_proc.parallel.gated_rank_norm import divide_gated_norm
-from worker_proc.parallel.rank_norm import divide_norm
+from worker_proc.parallel.division.rank_norm import divide_norm
 from worker_proc.parallel.share import Section, Share
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 

@@ -8,8 +8,8 @@ some heads.
 
 from torch import nn
 
-from worker_proc.parallel.divided_matrices import fits, has_shape
-from worker_proc.parallel.division import Division
+from worker_proc.parallel.division.matrices import fits, has_shape
+from worker_proc.parallel.division.module_division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 from worker_proc.recurrent.scan import COLUMNS
 

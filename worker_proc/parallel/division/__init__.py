@@ -1,0 +1,1 @@
+"""Divides the matrices, heads and states of a model among ranks (tensor parallelism)."""
