@@ -53,13 +53,15 @@ def round_rows(rows: torch.Tensor, format: KVFormat) -> torch.Tensor:
     """Return the values that codes of keys or values represent, `[..., dim]`, in their dtype."""
     if format is KVFormat.PLAIN:
         return rows
-    most = torch.tensor(127.0 if format is KVFormat.INT8 else 448.0)  # divides, as the kernel does
+    max_code = torch.tensor(
+        127.0 if format is KVFormat.INT8 else 448.0
+    )  # divides, as the kernel does
     values = rows.float()
     greatest = values.abs().amax(-1, keepdim=True)
-    inverse = most / greatest
+    inverse = max_code / greatest
     if format is KVFormat.INT8:
         codes = (values.double() * inverse).round().float()  # the kernel rounds a product once
     else:
         codes = (values * inverse).to(torch.float8_e4m3fn).float()
-    rounded = torch.where(greatest <= _NOTHING, 0.0, codes * (greatest / most))
+    rounded = torch.where(greatest <= _NOTHING, 0.0, codes * (greatest / max_code))
     return torch.where(greatest.isfinite(), rounded, torch.nan).to(rows.dtype)

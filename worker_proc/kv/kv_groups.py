@@ -139,8 +139,8 @@ class KVLayout:
     def num_blocks_for(self, num_tokens: int) -> int:
         """Return the most KV blocks that a request of `num_tokens` tokens holds at once."""
         num_blocks = -(-num_tokens // self.block_size)
-        most = (self._max_blocks(group.window) or num_blocks for group in self.groups)
-        return sum(min(num_blocks, each) for each in most)
+        bounds = (self._max_blocks(group.window) or num_blocks for group in self.groups)
+        return sum(min(num_blocks, each) for each in bounds)
 
     def num_tokens_in(self, num_blocks: int, limit: int) -> int:
         """Return the greatest number of tokens, at most `limit`, for which `num_blocks` suffice."""

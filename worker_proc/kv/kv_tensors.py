@@ -188,9 +188,9 @@ def size_cache(
             f"max_model_len {max_model_len} needs {needed} of KV cache, and {there} are available;"
             f" the greatest max_model_len that fits is {fitting_len}"
         )
-    least = 1 + len(layout.groups)
-    if num_blocks < least:
-        needed, there = format_sizes(least * block_bytes, available_bytes)
+    min_blocks = 1 + len(layout.groups)
+    if num_blocks < min_blocks:
+        needed, there = format_sizes(min_blocks * block_bytes, available_bytes)
         raise InsufficientMemory(
             f"the KV cache needs {needed} at least, and {there} are available; free memory, or"
             " raise kv_cache_memory_bytes"

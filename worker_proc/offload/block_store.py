@@ -14,24 +14,17 @@ import itertools
 import logging
 import os
 import secrets
-import struct
 import threading
 import time
-import zlib
-from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import block_path
+from worker_proc.offload.block_file import HEADER_BYTES, read_file, taken_bytes, write_file
 from worker_proc.offload.memory import Parts
 
-_HEADER = struct.Struct("<4sIQ")
-HEADER_BYTES = _HEADER.size
-_PAGE_BYTES = 4096
-"""A file occupies whole pages, of memory or of a disk."""
-_MAGIC = b"TKV1"
 _LOCK = "lock"
 _DRAFT = "new-"
 _STALE_S = 60.0
@@ -42,8 +35,6 @@ _LOCK_TRIES = 20
 _START_TRIES = 6000
 """At start, since another process may be entering all blocks in a new index."""
 _LOCK_PAUSE_S = 0.005
-_MAX_PARTS = 512
-"""Maximum number of buffers written or read at once; the system's limit is 1,024."""
 
 log = logging.getLogger("troika.worker")
 
@@ -86,20 +77,18 @@ class BlockStore:
         """
         if key in self.index:
             return True
-        block_bytes = sum(map(len, block))
-        num_bytes = taken_bytes(block_bytes)
+        num_bytes = taken_bytes(sum(map(len, block)))
         num_tries = _LOCK_TRIES if waits else 1
         if num_bytes > self._max_bytes or not self._make_room(num_bytes, num_tries):
             return False
         path = self._path(key)
-        header = _HEADER.pack(_MAGIC, _checksum(key, block), block_bytes)
         path.parent.mkdir(mode=0o700, exist_ok=True)
         # Processes of several machines may share the directory, so pids are not unique.
         draft = path.with_name(f"{_DRAFT}{next(self._numbers)}-{secrets.token_hex(8)}")
         fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             with os.fdopen(fd):
-                _write_all(fd, [memoryview(header), *block])
+                write_file(fd, key, block)
             draft.rename(path)
         except OSError:
             with contextlib.suppress(OSError):
@@ -120,15 +109,7 @@ class BlockStore:
             self.index.discard(key)
             return False
         with os.fdopen(fd):
-            header = bytearray(_HEADER.size)
-            is_whole = _read_all(fd, [memoryview(header), *block])
-            magic, checksum, num_bytes = _HEADER.unpack(header)
-            if (
-                is_whole
-                and magic == _MAGIC
-                and num_bytes == sum(map(len, block))
-                and checksum == _checksum(key, block)
-            ):
+            if read_file(fd, key, block):
                 with contextlib.suppress(OSError):
                     os.utime(fd)
                 return True
@@ -222,53 +203,8 @@ class BlockStore:
                 key = bytes.fromhex(entry.name)
             except (OSError, ValueError):  # just removed, or not a block
                 continue
-            num_bytes = taken_bytes(info.st_size - _HEADER.size)
+            num_bytes = taken_bytes(info.st_size - HEADER_BYTES)
             yield _File(info.st_mtime_ns, num_bytes, entry.path, key)
-
-
-def taken_bytes(block_bytes: int) -> int:
-    """Return the bytes that the file of a block occupies."""
-    num_pages = -(-(_HEADER.size + block_bytes) // _PAGE_BYTES)
-    return num_pages * _PAGE_BYTES
-
-
-def file_bytes(block: Parts) -> int:
-    """Return the length of the file of a block."""
-    return HEADER_BYTES + sum(map(len, block))
-
-
-class Unpacking:
-    """Fills a block from the pieces of its file, in order."""
-
-    def __init__(self, key: bytes, block: Parts) -> None:
-        self._key = key
-        self._block = block
-        self._header = bytearray(HEADER_BYTES)
-        self.num_bytes = file_bytes(block)
-        """Length of the whole file."""
-        self._left = deque([memoryview(self._header), *block])
-        """The parts that are not filled yet."""
-
-    def add(self, piece: memoryview) -> None:
-        """Add the next piece; raise ValueError, writing nothing, if it extends beyond the end."""
-        if len(piece) > sum(map(len, self._left)):
-            raise ValueError(f"the file of a block has only {self.num_bytes} bytes")
-        while piece:
-            target = self._left.popleft()
-            num_bytes = min(len(target), len(piece))
-            target[:num_bytes] = piece[:num_bytes]
-            if num_bytes < len(target):
-                self._left.appendleft(target[num_bytes:])
-            piece = piece[num_bytes:]
-
-    @property
-    def is_intact(self) -> bool:
-        """True if the whole block has arrived intact; otherwise its content is undefined."""
-        if any(map(len, self._left)):
-            return False
-        magic, checksum, block_bytes = _HEADER.unpack(self._header)
-        is_whole: bool = magic == _MAGIC and block_bytes == self.num_bytes - HEADER_BYTES
-        return is_whole and checksum == _checksum(self._key, self._block)
 
 
 def _entries(directory: str | Path) -> list["os.DirEntry[str]"]:
@@ -277,29 +213,3 @@ def _entries(directory: str | Path) -> list["os.DirEntry[str]"]:
             return list(entries)
     except FileNotFoundError:
         return []
-
-
-def _checksum(key: bytes, block: Parts) -> int:
-    checksum = zlib.crc32(key)
-    for part in block:
-        checksum = zlib.crc32(part, checksum)
-    return checksum
-
-
-def _write_all(fd: int, parts: list[memoryview]) -> None:
-    for first in range(0, len(parts), _MAX_PARTS):
-        some = parts[first : first + _MAX_PARTS]
-        left = sum(map(len, some)) - os.writev(fd, some)
-        if left:  # the file system is full, or a signal interrupted
-            rest = memoryview(b"".join(some))[-left:]
-            while rest:
-                rest = rest[os.write(fd, rest) :]
-
-
-def _read_all(fd: int, parts: list[memoryview]) -> bool:
-    """Fill all parts; return False if the file is shorter."""
-    for first in range(0, len(parts), _MAX_PARTS):
-        some = parts[first : first + _MAX_PARTS]
-        if os.readv(fd, some) != sum(map(len, some)):
-            return False  # a file system returns less only at the end of a file
-    return True

@@ -15,7 +15,8 @@ from protocol.stores.tiers import (
     tiers,
 )
 from protocol.transport.curve import read_engine_keys
-from worker_proc.offload.block_store import HEADER_BYTES, BlockStore, taken_bytes
+from worker_proc.offload.block_file import HEADER_BYTES, taken_bytes
+from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
 from worker_proc.offload.remote import Peers

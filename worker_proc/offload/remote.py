@@ -31,7 +31,7 @@ from protocol.stores.block_link import (
 )
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.transport.curve import ClientKeys
-from worker_proc.offload.block_store import Unpacking, file_bytes
+from worker_proc.offload.block_file import Unpacking, file_bytes
 from worker_proc.offload.memory import Parts
 
 ANSWER_TIMEOUT_S = 2.0

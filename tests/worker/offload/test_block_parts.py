@@ -33,7 +33,7 @@ from scripts.testing import eventually
 from tests.worker.offload.test_offload_service import Bench, key, state_key
 from tests.worker.offload.test_remote_blocks import LAYOUT, Machine, Reader
 from worker_proc.offload import remote
-from worker_proc.offload.block_store import Unpacking
+from worker_proc.offload.block_file import Unpacking, file_header
 from worker_proc.offload.remote import BlockReader, Outcome, Wanted, _Ahead, _part_sizes
 from worker_proc.offload.service import MAX_READERS
 
@@ -317,7 +317,7 @@ def test_parts_are_asked_for_in_order_and_within_bounds(sizes: list[int], part: 
 def test_a_file_comes_in_any_pieces(cuts: set[int]) -> None:
     sizes = (120, 0, 14)
     whole = [memoryview(bytearray(range(size))) for size in sizes]
-    header = _header_of(key(1), whole)
+    header = file_header(key(1), whole)
     content = memoryview(header + b"".join(whole))
     block = [memoryview(bytearray(size)) for size in sizes]
     unpacking = Unpacking(key(1), block)
@@ -328,9 +328,3 @@ def test_a_file_comes_in_any_pieces(cuts: set[int]) -> None:
     assert block == whole
     with pytest.raises(ValueError, match="only 150 bytes"):
         unpacking.add(memoryview(b"x"))
-
-
-def _header_of(name: bytes, block: list[memoryview]) -> bytes:
-    from worker_proc.offload.block_store import _HEADER, _MAGIC, _checksum
-
-    return _HEADER.pack(_MAGIC, _checksum(name, block), sum(map(len, block)))

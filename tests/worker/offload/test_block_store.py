@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from worker_proc.offload.block_store import BlockStore, taken_bytes
+from worker_proc.offload.block_file import taken_bytes
+from worker_proc.offload.block_store import BlockStore
 
 BLOCK_BYTES = 4096
 FILE_BYTES = taken_bytes(BLOCK_BYTES)
