@@ -26,7 +26,7 @@ SIZES: dict[str, Any] = {
 }
 """Of weights of 4 GB, which take seconds to read."""
 REFUSED: tuple[tuple[tuple[str, ...], int, str], ...] = (
-    (("--enable-lora", "--dtype", "float16"), 2, "enable_lora needs dtype float32 or bfloat16"),
+    (("--enable-lora", "--dtype", "float16"), 2, "--enable-lora needs --dtype float32 or bfloat16"),
     (("--max-model-len", "257"), 1, "max_model_len 257 is greater than the 256 tokens"),
     (("--max-model-len", "250", "--num-gpu-blocks-override", "3"), 1, "max_model_len 250 needs"),
 )
