@@ -29,7 +29,8 @@ MAX_HEADS_PER_KV_HEAD = 32
 """Maximum number of query heads for each KV head in one kernel call; a layer with more takes
 several calls."""
 MAX_LATENT_DIM = 640  # limit in latent_attention.h
-PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64  # constants of pair_tile.h
+# Constants of pair_tile.h. Spans and tiles of attention.h have PAIR_SLOTS and PAIR_ROWS, too.
+PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64
 VECTOR = 16
 MAX_SUMS_BYTES = 32 << 20
 """Bounds the partial sums that are kept when contexts are split among threads."""
@@ -169,10 +170,10 @@ class NativeBackend:
         self, parts: Sequence[ScheduledRequest], singles: list[int], group: int
     ) -> tuple[list[tuple[list[int], int]], list[int]]:
         """Return groups with the length of their shared prefix, and the ungrouped segments."""
-        is_read_once = self._reads_pairs and not self._has_latent_layers
+        size = self._block_size
+        is_read_once = size % PAIR_SLOTS == 0 and not self._has_latent_layers
         if not is_read_once or self._windows[group] is not None:
             return [], singles
-        size = self._block_size
         tables = {segment: parts[segment].request.block_tables[group] for segment in singles}
         per_thread = len(singles) * self._num_kv_heads // torch.get_num_threads()
         max_members = max(1, min(PAIR_ROWS // self._heads_per_kv_head, per_thread))

@@ -2,10 +2,11 @@
 //
 // A row's result depends on its query and its context alone, and not on the rows, chunks or requests
 // that it is computed with: scores are summed in the order of the head's dimensions, and contexts in
-// the order of positions, by sections (sections.h). Layout of the pools: keys
-// [block][kv_head][dim][slot], values [block][kv_head][slot][vdim]; codes are dequantized before they
-// are read (coded_kv.h). Block 0 is the null block and is never written. Called by attend_any
-// (pair_attention.h) and attend_texts (text_attention.h).
+// the order of positions, by sections (sections.h). Requests of a group read the blocks of their shared
+// prefix once. Layout of the pools: keys [block][kv_head][dim][slot], values
+// [block][kv_head][slot][vdim]; codes are dequantized before they are read (coded_kv.h). Block 0 is the
+// null block and is never written. Called by attend_any (pair_attention.h) and attend_texts
+// (text_attention.h).
 
 #pragma once
 
@@ -49,7 +50,7 @@ void store(Team& team, const Layer& layer, const Step& step, const Rows& key, co
 
 // Query rows of one KV head, and the state of their softmax.
 struct Tile : OnlineSoftmax<kTileRows, Exponential> {
-  int num_rows, dim, vdim;  // dim and vdim: dimensions of a key and a value
+  int dim, vdim;  // dimensions of a key and a value
   float softcap;
   TileBiases<kTileRows> biases;
   int position[kTileRows];      // the last position that a row sees
@@ -57,8 +58,8 @@ struct Tile : OnlineSoftmax<kTileRows, Exponential> {
   alignas(64) float query[kTileRows * kMaxDim];  // [row][dim], scaled
   alignas(64) float weights[kTileRows][kLanes];  // of a span: scores, then weights
 
-  void end_sections() {
-    for (int r = 0; r < num_rows; r++) end_section(r);
+  void end_sections(RowRange rows) {
+    for (int r = rows.first; r < rows.first + rows.count; r++) end_section(r);
   }
 };
 
@@ -207,22 +208,21 @@ void attend_rows(Tile& tile, int first, const Span<T>& span) {
     accumulate_values<T, R, 1>(tile, first, column, span);
 }
 
-// The remaining rows of a tile, at most R.
+// At most R rows of a tile.
 template <typename T, int R>
-void attend_last_rows(Tile& tile, int first, const Span<T>& span) {
+void attend_last_rows(Tile& tile, RowRange rows, const Span<T>& span) {
   if constexpr (R > 0) {
-    if (tile.num_rows - first == R) return attend_rows<T, R>(tile, first, span);
-    attend_last_rows<T, R - 1>(tile, first, span);
+    if (rows.count == R) return attend_rows<T, R>(tile, rows.first, span);
+    attend_last_rows<T, R - 1>(tile, rows, span);
   }
 }
 
-// Updates all rows of a tile by one span, a register tile at a time.
+// Updates rows of a tile by one span, a register tile at a time.
 template <typename T>
-void attend_span(Tile& tile, const Span<T>& span) {
-  int first = 0;
-  for (; first + kRegisterRows <= tile.num_rows; first += kRegisterRows)
-    attend_rows<T, kRegisterRows>(tile, first, span);
-  attend_last_rows<T, kRegisterRows - 1>(tile, first, span);
+void attend_span(Tile& tile, RowRange rows, const Span<T>& span) {
+  for (; rows.count >= kRegisterRows; rows.first += kRegisterRows, rows.count -= kRegisterRows)
+    attend_rows<T, kRegisterRows>(tile, rows.first, span);
+  attend_last_rows<T, kRegisterRows - 1>(tile, rows, span);
 }
 
 // A float32 copy of a span: of one that is not in whole vectors, that several register tiles read, or
@@ -271,13 +271,13 @@ struct SpanCopy {
 };
 
 template <typename T>
-void attend_span_or_copy(Tile& tile, const Span<T>& span, SpanCopy& copy) {
+void attend_span_or_copy(Tile& tile, RowRange rows, const Span<T>& span, SpanCopy& copy) {
   if constexpr (!kIsCode<T>) {
     const bool is_whole = span.num_slots == kLanes && tile.vdim == tile.padded_vdim;
-    const bool widens_once = sizeof(T) == sizeof(float) || tile.num_rows <= kRegisterRows;
-    if (is_whole && widens_once) return attend_span(tile, span);
+    const bool widens_once = sizeof(T) == sizeof(float) || rows.count <= kRegisterRows;
+    if (is_whole && widens_once) return attend_span(tile, rows, span);
   }
-  attend_span(tile, copy.take(span, tile));
+  attend_span(tile, rows, copy.take(span, tile));
 }
 
 // Blocks are scattered over the pool, so the hardware prefetcher cannot predict the next one.
@@ -289,13 +289,13 @@ template <typename T>
   prefetch<0>(static_cast<const T*>(layer.values) + head * values, values * sizeof(T));
 }
 
-// Attends to a segment's positions, span by span.
+// Attends from rows of a tile to a segment's positions, span by span.
 template <typename T>
-void attend_context(Tile& tile, const Layer& layer, const Step& step, int segment, int kv_head,
-                    Positions positions, SpanCopy& copy) {
+void attend_context(Tile& tile, RowRange rows, const Layer& layer, const Step& step, int segment,
+                    int kv_head, Positions positions, SpanCopy& copy) {
   const int size = layer.block_size;
-  const int last = std::min(tile.position[tile.num_rows - 1], positions.end - 1);
-  const int earliest = std::max(tile.visible_from[0], positions.begin);
+  const int last = std::min(tile.position[rows.first + rows.count - 1], positions.end - 1);
+  const int earliest = std::max(tile.visible_from[rows.first], positions.begin);
   const auto head_in = [&](int block) {
     const int64_t id = step.tables[step.table_offset[segment] + block];
     return id * layer.num_kv_heads + kv_head;
@@ -312,8 +312,8 @@ void attend_context(Tile& tile, const Layer& layer, const Step& step, int segmen
       span.key_scales = keys + size * tile.dim + offset * sizeof(float);
       span.value_scales = values + size * tile.vdim + offset * sizeof(float);
     }
-    attend_span_or_copy(tile, span, copy);
-    if ((base + count) % kSectionSlots == 0) tile.end_sections();
+    attend_span_or_copy(tile, rows, span, copy);
+    if ((base + count) % kSectionSlots == 0) tile.end_sections(rows);
   });
 }
 
@@ -337,6 +337,9 @@ class Head {
   // Computes a piece and calls write(row, head, sums) for each result.
   template <class Write>
   void attend_piece(const Piece& piece, const Write& write) {
+    // With a window, rows see different positions of the prefix.
+    const bool has_prefix = piece.num_shared > 0 && layer_.window == 0;
+    if (has_prefix && piece.num_items * per_kv_ <= kTileRows) return attend_group(piece, write);
     int index = 0;
     for (int item = piece.first_item; item < piece.first_item + piece.num_items; item++)
       for_tiles(item, [&](int segment, int token, int count) {
@@ -363,34 +366,77 @@ class Head {
     }
   }
 
-  // Computes at most kTileRows query rows: all heads of some tokens of a segment. `index` is the number
-  // of the first token within the piece's group.
+  // Tokens of a segment, and the rows of the tile that hold all of their heads. The tile's row r is that
+  // of token r / per_kv_.
+  struct Tokens {
+    int segment, first, count;
+    RowRange rows;
+    int index;  // number of the first token within the piece's group
+  };
+
+  // Computes at most kTileRows query rows. `index` is the number of the first token within the piece's
+  // group.
   template <class Write>
   void attend_tile(const Piece& piece, int index, int segment, int first_token, int num_tokens,
                    const Write& write) {
-    const int64_t first_row = step_.first_row[segment] + first_token;
-    tile_.num_rows = num_tokens * per_kv_;
-    for (int r = 0; r < tile_.num_rows; r++) {
-      const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
-      const T* q = static_cast<const T*>(query_.data) + (first_row + token) * query_.row_stride +
+    const Tokens tokens{segment, first_token, num_tokens, {0, num_tokens * per_kv_}, index};
+    add(tokens);
+    attend_positions(tokens.rows, segment, piece.positions());
+    finish(piece, tokens, write);
+  }
+
+  // Computes items of one token each. The positions of their shared prefix are read once.
+  template <class Write>
+  void attend_group(const Piece& piece, const Write& write) {
+    const auto tokens_of = [&](int i) -> Tokens {
+      const int item = piece.first_item + i;
+      return {step_.item_segment[item], step_.item_token[item], 1, {i * per_kv_, per_kv_}, i};
+    };
+    for (int i = 0; i < piece.num_items; i++) add(tokens_of(i));
+    const auto [begin, end] = piece.positions();
+    attend_positions({0, piece.num_items * per_kv_}, step_.item_segment[piece.first_item],
+                     {begin, std::min(end, piece.num_shared)});
+    for (int i = 0; i < piece.num_items; i++) {
+      const Tokens tokens = tokens_of(i);
+      attend_positions(tokens.rows, tokens.segment, {std::max(begin, piece.num_shared), end});
+      finish(piece, tokens, write);
+    }
+  }
+
+  // Copies the queries of tokens into the tile, and resets the state of their softmax.
+  void add(const Tokens& tokens) {
+    for (int i = 0; i < tokens.rows.count; i++) {
+      const int r = tokens.rows.first + i, token = tokens.first + i / per_kv_;
+      const int64_t row = step_.first_row[tokens.segment] + token;
+      const int head = kv_head_ * per_kv_ + i % per_kv_;
+      const T* q = static_cast<const T*>(query_.data) + row * query_.row_stride +
                    head * query_.head_stride;
       for (int d = 0; d < tile_.dim; d++) tile_.query[r * tile_.dim + d] = widen(q[d]) * scale_;
-      tile_.position[r] = step_.start[segment] + first_token + token;
+      tile_.position[r] = step_.start[tokens.segment] + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
-      tile_.biases.take<T>(r, layer_, terms_, first_row + token, head, tile_.position[r]);
+      tile_.biases.take<T>(r, layer_, terms_, row, head, tile_.position[r]);
       tile_.begin(r);
     }
+  }
+
+  void attend_positions(RowRange rows, int segment, Positions positions) {
     const auto attend_pools = [&](auto element) {
-      attend_context<decltype(element)>(tile_, layer_, step_, segment, kv_head_, piece.positions(),
+      attend_context<decltype(element)>(tile_, rows, layer_, step_, segment, kv_head_, positions,
                                         copy_);
     };
     if (layer_.kv_format == kPlainPools)
       attend_pools(T{});
     else
       with_codes(layer_, attend_pools);
-    for (int r = 0; r < tile_.num_rows; r++) {
-      const int token = r / per_kv_, head = kv_head_ * per_kv_ + r % per_kv_;
-      piece.finish(first_row + token, index + token, head, tile_.merged(r), write);
+  }
+
+  // Writes the results of tokens, or keeps the sums of a section until all sections are merged.
+  template <class Write>
+  void finish(const Piece& piece, const Tokens& tokens, const Write& write) {
+    for (int i = 0; i < tokens.rows.count; i++) {
+      const int token = i / per_kv_, head = kv_head_ * per_kv_ + i % per_kv_;
+      piece.finish(step_.first_row[tokens.segment] + tokens.first + token, tokens.index + token, head,
+                   tile_.merged(tokens.rows.first + i), write);
     }
   }
 

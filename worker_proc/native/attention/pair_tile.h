@@ -78,11 +78,6 @@ inline void widen_to_floats(const Bf16* from, int count, float* to) {
   for (int i = 0; i < count; i += kLanes) save(load(from + i), to + i, kLanes);
 }
 
-// Consecutive rows of a tile.
-struct RowRange {
-  int first, count;
-};
-
 // The keys and values of up to 64 positions of a context, in groups of 16 slots.
 struct PairSpan {
   int base, count;              // the first position, a multiple of 64, and the number of positions

@@ -88,6 +88,11 @@ class TileBiases {
   std::vector<float> values_;
 };
 
+// Consecutive rows of a tile.
+struct RowRange {
+  int first, count;
+};
+
 // Positions [begin, end) of a context.
 struct Positions {
   int begin, end;

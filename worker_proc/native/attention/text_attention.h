@@ -67,8 +67,8 @@ void attend_text(Tile& tile, TextSpans& spans, const Layer& layer, int kv_head, 
   const int tokens_per_tile = std::max(kTileRows / per_kv, 1);
   for (int begin = 0; begin < num_tokens; begin += tokens_per_tile) {
     const int count = std::min(tokens_per_tile, num_tokens - begin);
-    tile.num_rows = count * per_kv;
-    for (int r = 0; r < tile.num_rows; r++) {
+    const RowRange rows{0, count * per_kv};
+    for (int r = 0; r < rows.count; r++) {
       const int token = begin + r / per_kv;
       const T* q = at(query, kv_head * per_kv + r % per_kv) + token * query.row_stride;
       for (int d = 0; d < tile.dim; d++) tile.query[r * tile.dim + d] = widen(q[d]) * scale;
@@ -76,12 +76,12 @@ void attend_text(Tile& tile, TextSpans& spans, const Layer& layer, int kv_head, 
       tile.visible_from[r] = reach ? std::max(token - reach + 1, 0) : 0;
       tile.begin(r);
     }
-    const int last = tile.position[tile.num_rows - 1];
+    const int last = tile.position[rows.count - 1];
     for (int base = tile.visible_from[0] / kLanes * kLanes; base <= last; base += kLanes) {
-      attend_span(tile, spans.span(base, num_tokens, tile));
-      if ((base + kLanes) % kSectionSlots == 0) tile.end_sections();
+      attend_span(tile, rows, spans.span(base, num_tokens, tile));
+      if ((base + kLanes) % kSectionSlots == 0) tile.end_sections(rows);
     }
-    for (int r = 0; r < tile.num_rows; r++)
+    for (int r = 0; r < rows.count; r++)
       write(first_row + begin + r / per_kv, kv_head * per_kv + r % per_kv, tile.merged(r));
   }
 }

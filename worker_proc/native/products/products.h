@@ -139,6 +139,9 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
 #ifdef __AVX512BF16__
   FloatRows floats(rows, w.num_units);
   rows.floats = &floats;
+#elif !defined(__AVX512F__)
+  FloatRows floats(rows, w.num_units, block_units_of<T>(w));
+  rows.floats = &floats;
 #endif
   const bool shares_units = unpacks<T, W>(num_rows);
   // Formats with kStepLines = 0 prefetch the weights that follow in memory, so they take longer pieces.

@@ -1,137 +1,311 @@
 // Products of many rows on processors without AVX-512: weights are widened to float32 once for all
 // rows. Called by multiply_part (products.h).
+//
+// Rows and weights are divided into blocks of inputs. The first register tile of rows widens a block of
+// bfloat16 weights for the other tiles; codes are decoded before.
 
 #pragma once
 
 #ifndef __AVX512F__
 
 #include <type_traits>
+#include <utility>
 
 #include "products/row_sums.h"
 
 namespace {
 
-constexpr int kManyRows = 6;                    // with fewer rows, widening is slower
-constexpr int64_t kBlockUnits = 4 * kUnitStep;  // a block of a pair stays in the L1 cache
+constexpr int kManyRows = 4;   // with fewer rows, the kernels of row_sums.h are faster
+constexpr int kPanelRows = 6;  // rows of a register tile with one panel
+constexpr int kMaxBlockFloats = 5 * 1024;       // of a panel, which stay in the L1 cache
+constexpr int64_t kCodedBlock = 4 * kUnitStep;  // units of a block of codes
 
-struct WideRows;
+// The number of units of a block of a weight. All blocks but the last one have the same size.
+template <typename T, class W>
+int64_t block_units_of(const W& w) {
+  if (W::kAreCodes) return kCodedBlock;
+  constexpr int64_t kMost = kMaxBlockFloats * sizeof(T) / sizeof(Unit) / kLanes / kUnitStep;
+  const int64_t num_steps = w.num_units / kUnitStep, num_blocks = (num_steps + kMost - 1) / kMost;
+  return (num_steps + num_blocks - 1) / num_blocks * kUnitStep;
+}
+
+// Rows widened to float32, which are kept until a thread multiplies other rows.
+class FloatRows {
+ public:
+  FloatRows(UnitRows rows, int64_t num_units, int64_t block_units)
+      : rows_(rows), num_inputs_(2 * num_units), block_inputs_(2 * block_units) {}
+
+  // The rows [row, last_row), [blocks][rows][inputs of a block], the lower half of a unit first.
+  const float* of(int64_t row, int64_t last_row) {
+    if (row != row_ || last_row != last_row_) widen(row, last_row);
+    return floats_;
+  }
+
+ private:
+  void widen(int64_t row, int64_t last_row) {
+    const int64_t num_rows = last_row - row;
+    const int64_t num_blocks = (num_inputs_ + block_inputs_ - 1) / block_inputs_;
+    float* const to =
+        reinterpret_cast<float*>(space_for<FloatRows>(num_blocks * num_rows * block_inputs_));
+    floats_ = to;
+    row_ = row;
+    last_row_ = last_row;
+    for (int64_t r = 0; r < num_rows; r++) {
+      const auto* from = reinterpret_cast<const Bf16*>(rows_.data + (row + r) * rows_.stride);
+      for (int64_t block = 0; block < num_blocks; block++) {
+        float* at = to + (block * num_rows + r) * block_inputs_;
+        const int64_t count = std::min(block_inputs_, num_inputs_ - block * block_inputs_);
+        for (const float* const end = at + count; at < end; at += kPartLanes, from += kPartLanes)
+          save_part(part_at(from), at);
+      }
+    }
+  }
+
+  const UnitRows rows_;
+  const int64_t num_inputs_, block_inputs_;
+  const float* floats_ = nullptr;
+  int64_t row_ = 0, last_row_ = 0;
+};
+
+// Adds the products of one input of R rows and P Parts of weights to sums. The smaller of both sets stays
+// in registers. weight(p) loads a Part.
+template <int R, int P, class Weight>
+[[gnu::always_inline]] inline void add_input(const float* rows, int64_t stride, const Weight& weight,
+                                             Part (&sums)[R][P]) {
+  if constexpr (R < P) {
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) {
+      Part own = weight(p);
+      hold_in_register(own);
+#pragma GCC unroll 32
+      for (int r = 0; r < R; r++) sums[r][p] = sums[r][p] + rows[r * stride] * own;
+    }
+  } else {
+    Part own[P];
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) {
+      own[p] = weight(p);
+      hold_in_register(own[p]);
+    }
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+      for (int p = 0; p < P; p++) sums[r][p] = sums[r][p] + rows[r * stride] * own[p];
+  }
+}
+
+// Sums of R rows are 32 floats apart in memory.
+template <int R, int P>
+[[gnu::always_inline]] inline void load_sums(const float* saved, Part (&sums)[R][P]) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) sums[r][p] = part_at(saved + r * kPairOutputs + p * kPartLanes);
+}
+
+template <int R, int P>
+[[gnu::always_inline]] inline void save_sums(const Part (&sums)[R][P], float* saved) {
+#pragma GCC unroll 32
+  for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) save_part(sums[r][p], saved + r * kPairOutputs + p * kPartLanes);
+}
+
+// A block of weights as float32, [num_inputs][outputs of one or two panels], and a tile's rows.
+struct BlockProducts {
+  const float* weights;
+  int64_t num_inputs;
+  const float* rows;
+  int64_t stride;       // between rows
+  const float* scales;  // of a group, for each output
+  float* sums;
+};
+
+// Adds the products of R rows to their sums. If a block is a group, its own sums are first multiplied
+// by the scales.
+template <int R, int Panels, bool kIsGroup>
+[[gnu::noinline]] void add_block(const BlockProducts& block) {
+  constexpr int P = Panels * kParts;
+  Part sums[R][P] = {};
+  if (!kIsGroup) load_sums(block.sums, sums);
+  const float *weights = block.weights, *rows = block.rows;
+  const int64_t num_inputs = block.num_inputs, stride = block.stride;
+#pragma GCC unroll 2
+  for (int64_t i = 0; i < num_inputs; i++, weights += Panels * kLanes) {
+    const auto weight = [&](int p) { return part_at(weights + p * kPartLanes); };
+    add_input(rows + i, stride, weight, sums);
+  }
+  if (kIsGroup) {
+    Part before[R][P];
+    load_sums(block.sums, before);
+#pragma GCC unroll 32
+    for (int p = 0; p < P; p++) {
+      const Part scale = part_at(block.scales + p * kPartLanes);
+#pragma GCC unroll 32
+      for (int r = 0; r < R; r++) sums[r][p] = multiply_add_part(sums[r][p], scale, before[r][p]);
+    }
+  }
+  save_sums(sums, block.sums);
+}
+
+// add_block for units of a panel in bfloat16. With kKeeps, they are stored in `kept` as float32.
+template <int R, bool kKeeps>
+[[gnu::noinline]] void add_units(const BlockProducts& block, const Unit* units, float* kept) {
+  Part sums[R][kParts];
+  load_sums(block.sums, sums);
+  const float* rows = block.rows;
+  const int64_t num_inputs = block.num_inputs, stride = block.stride;
+#pragma GCC unroll 1
+  for (int64_t i = 0; i < num_inputs; i += 2, units += kLanes, kept += 2 * kLanes) {
+    Part low[kParts], high[kParts];
+#pragma GCC unroll 32
+    for (int p = 0; p < kParts; p++) {
+      const PartBits bits = *reinterpret_cast<const PartBits*>(units + p * kPartLanes);
+      low[p] = (Part)(bits << 16);
+      high[p] = (Part)(bits & 0xffff0000u);
+      if (kKeeps) {
+        save_part(low[p], kept + p * kPartLanes);
+        save_part(high[p], kept + kLanes + p * kPartLanes);
+      }
+    }
+    add_input(rows + i, stride, [&](int p) { return low[p]; }, sums);
+    add_input(rows + i + 1, stride, [&](int p) { return high[p]; }, sums);
+  }
+  save_sums(sums, block.sums);
+}
+
+template <int Panels, bool kIsGroup, int... Fewer>
+auto block_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
+  static constexpr decltype(&add_block<1, Panels, kIsGroup>) kAdders[] = {
+      add_block<Fewer + 1, Panels, kIsGroup>...};
+  return kAdders[num_rows - 1];
+}
+
+template <bool kKeeps, int... Fewer>
+auto unit_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
+  static constexpr decltype(&add_units<1, kKeeps>) kAdders[] = {add_units<Fewer + 1, kKeeps>...};
+  return kAdders[num_rows - 1];
+}
+
 struct SavedSums;
 
-// Widens rows to float32, [num_rows][2 * num_units], the lower half of a unit first.
-template <typename T>
-UnitRows widened(UnitRows rows, int64_t num_rows, int64_t num_units) {
-  if constexpr (std::is_same<T, float>::value) return rows;
-  const int64_t stride = 2 * num_units;
-  Unit* const wide = space_for<WideRows>(num_rows * stride);
-  for (int64_t r = 0; r < num_rows; r++)
-    for (int64_t i = 0; i < num_units; i++) {
-      const Unit unit = rows.data[r * rows.stride + i];
-      wide[r * stride + 2 * i] = unit << 16;
-      wide[r * stride + 2 * i + 1] = unit & 0xffff0000u;
-    }
-  return {wide, stride};
-}
-
-// Widens the units [first, first + count) of a pair to float32, [inputs][32 outputs].
+// The products of some rows with one pair after another, in which sums are stored from block to block.
 template <typename T, class W>
-void widen_block(const W& w, int64_t pair, int64_t first, int64_t count, Unit* to) {
-  constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
-  for (int64_t unit = 0; unit < count; unit += kUnitStep)
-    for (int half = 0; half < 2; half++) {
-      Unit* at = to + unit * kInputs * kPairOutputs + half * kLanes;
-      if constexpr (W::kAreCodes) {
-        w.widen_tile(pair, half, first + unit, at);
-      } else {
-        const Unit* tile = w.tile(pair, half, first + unit, nullptr);
-        for (int64_t u = 0; u < kUnitStep; u++, tile += kLanes, at += kInputs * kPairOutputs)
-          for (int p = 0; p < kLanes; p += kPartLanes) {
-            const PartBits bits = *reinterpret_cast<const PartBits*>(tile + p);
-            if constexpr (std::is_same<T, float>::value) {
-              *reinterpret_cast<PartBits*>(at + p) = bits;
-            } else {
-              *reinterpret_cast<PartBits*>(at + p) = bits << 16;
-              *reinterpret_cast<PartBits*>(at + kPairOutputs + p) = bits & 0xffff0000u;
-            }
-          }
-      }
+class ManyRows {
+ public:
+  ManyRows(const W& w, UnitRows rows, int64_t row, int64_t last_row)
+      : w_(w),
+        num_rows_(last_row - row),
+        block_units_(block_units_of<T>(w)),
+        num_tiles_((num_rows_ + kTileRows - 1) / kTileRows),
+        sums_(reinterpret_cast<float*>(space_for<SavedSums>(num_rows_ * kPairOutputs))) {
+    if constexpr (std::is_same<T, float>::value) {
+      inputs_ = reinterpret_cast<const float*>(rows.data + row * rows.stride);
+      row_stride_ = rows.stride;
+      block_stride_ = block_units_;
+    } else {
+      FloatRows own(rows, w.num_units, block_units_);
+      inputs_ = (rows.floats ? *rows.floats : own).of(row, last_row);
+      row_stride_ = kInputs * block_units_;
+      block_stride_ = num_rows_ * row_stride_;
     }
-}
+  }
 
-// Adds the products of R rows and a block to their sums, [R][32]. If a block is a group, its own sums
-// are first multiplied by the scales, [32].
-template <int R, bool kIsGroup>
-[[gnu::noinline]] void add_block(const float* block, int64_t num_inputs, const float* rows,
-                                 int64_t stride, const float* scales, float* saved) {
-  constexpr int kPairParts = kPairOutputs / kPartLanes;
-  Part sums[R][kPairParts];
-#pragma GCC unroll 32
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 32
-    for (int p = 0; p < kPairParts; p++)
-      sums[r][p] = kIsGroup ? Part{} : part_at(saved + r * kPairOutputs + p * kPartLanes);
-#pragma GCC unroll 2
-  for (int64_t i = 0; i < num_inputs; i++, block += kPairOutputs)
-#pragma GCC unroll 32
-    for (int p = 0; p < kPairParts; p++) {
-      Part weights = part_at(block + p * kPartLanes);
-      hold_in_register(weights);
-#pragma GCC unroll 32
-      for (int r = 0; r < R; r++) sums[r][p] = sums[r][p] + rows[r * stride + i] * weights;
-    }
-  if (kIsGroup)
-#pragma GCC unroll 32
-    for (int p = 0; p < kPairParts; p++) {
-      const Part scale = part_at(scales + p * kPartLanes);
-#pragma GCC unroll 32
-      for (int r = 0; r < R; r++) {
-        const Part before = part_at(saved + r * kPairOutputs + p * kPartLanes);
-        sums[r][p] = multiply_add_part(sums[r][p], scale, before);
+  // Returns the sums of a pair, [rows][32]. Weights of pairs before last_pair are prefetched.
+  const float* multiply(int64_t pair, int64_t last_pair) {
+    std::fill(sums_, sums_ + num_rows_ * kPairOutputs, 0.0f);
+    for (int64_t first = 0; first < w_.num_units; first += block_units_)
+      for (int half = 0; half < 2; half += kPanels) add_block_of(pair, half, first, last_pair);
+    return sums_;
+  }
+
+ private:
+  static constexpr bool kAreGroups = W::kGroupUnits > 0;  // the blocks
+  static_assert(!kAreGroups || W::kGroupUnits == kCodedBlock);
+  static constexpr int kPanels = W::kAreCodes ? 2 : 1;  // of a register tile
+  static constexpr int kTileRows = kPanelRows / kPanels;
+  static constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
+  static constexpr auto kSizes = std::make_integer_sequence<int, kTileRows>();
+
+  int64_t first_of(int64_t tile) const { return num_rows_ * tile / num_tiles_; }
+
+  void add_block_of(int64_t pair, int half, int64_t first, int64_t last_pair) {
+    const int64_t count = std::min(block_units_, w_.num_units - first);
+    const float* const rows = inputs_ + first / block_units_ * block_stride_;
+    BlockProducts block{wide_, count * kInputs, rows, row_stride_, scales_, sums_ + half * kLanes};
+    WeightsAhead ahead;
+    int64_t tile = 0;
+    if constexpr (W::kAreCodes) {
+      decode(pair, first, count);
+    } else {
+      ahead = weights_after(pair, half, first, last_pair);
+      const Unit* const units = w_.tile(pair, half, first, nullptr);
+      if constexpr (std::is_same<T, float>::value) {
+        block.weights = reinterpret_cast<const float*>(units);
+      } else {
+        ahead.fetch<kL2Cache>();
+        const auto add = num_tiles_ == 1 ? unit_adder<false>(num_rows_, kSizes)
+                                         : unit_adder<true>(first_of(1), kSizes);
+        add(block, units, wide_);
+        tile = 1;
       }
     }
-#pragma GCC unroll 32
-  for (int r = 0; r < R; r++)
-#pragma GCC unroll 32
-    for (int p = 0; p < kPairParts; p++)
-      save_part(sums[r][p], saved + r * kPairOutputs + p * kPartLanes);
-}
+    for (; tile < num_tiles_; tile++) {
+      ahead.fetch<kL2Cache>();
+      const int64_t r = first_of(tile);
+      block.rows = rows + r * row_stride_;
+      block.sums = sums_ + r * kPairOutputs + half * kLanes;
+      block_adder<kPanels, kAreGroups>(first_of(tile + 1) - r, kSizes)(block);
+    }
+  }
+
+  // Decodes the units [first, first + count) of a pair to float32, [inputs][32], and their scales.
+  void decode(int64_t pair, int64_t first, int64_t count) {
+    for (int half = 0; half < 2; half++) {
+      Unit* at = reinterpret_cast<Unit*>(wide_) + half * kLanes;
+      for (int64_t unit = first; unit < first + count; unit += kUnitStep) {
+        w_.widen_tile(pair, half, unit, at);
+        at += kUnitStep * kInputs * kPairOutputs;
+      }
+      if constexpr (kAreGroups)
+        save(w_.group_scales(pair, half, first), scales_ + half * kLanes, kLanes);
+    }
+  }
+
+  // The weights of the block after this one. The tiles share their prefetch, so that products do not
+  // wait for it; with few tiles, the processor's own prefetch is faster.
+  WeightsAhead weights_after(int64_t pair, int half, int64_t first, int64_t last_pair) const {
+    constexpr int64_t kMinTiles = 3;
+    if (num_tiles_ < kMinTiles) return {};
+    if (half == 1) first += block_units_;
+    half = 1 - half;
+    if (first >= w_.num_units) pair++, first = 0;
+    if (pair == last_pair) return {};
+    const int64_t count = std::min(block_units_, w_.num_units - first);
+    const char* const next = reinterpret_cast<const char*>(w_.tile(pair, half, first, nullptr));
+    return {next, next + count * kLine, (count + num_tiles_ - 1) / num_tiles_};
+  }
+
+  const W& w_;
+  const int64_t num_rows_, block_units_, num_tiles_;
+  float* const sums_;
+  const float* inputs_;
+  int64_t row_stride_, block_stride_;
+  alignas(64) float wide_[W::kAreCodes ? kCodedBlock * kInputs * kPairOutputs : kMaxBlockFloats];
+  float scales_[kPairOutputs];
+};
 
 // Multiplies the rows [row, last_row) by the pairs [pair, last_pair), with the bits of
-// multiply_with_vectors. Each block of the weights is widened once for all rows, and the sums are
-// stored from block to block.
+// multiply_with_vectors.
 template <typename T, class W, class Out>
 void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
                         int64_t last_pair, const Out& out) {
-  constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
   if (pair == last_pair) return;
-  const int64_t num_rows = last_row - row;
-  const UnitRows given{rows.data + row * rows.stride, rows.stride};
-  const UnitRows wide = widened<T>(given, num_rows, w.num_units);
-  const float* const inputs = reinterpret_cast<const float*>(wide.data);
-  constexpr bool kAreGroups = W::kGroupUnits > 0;  // the blocks
-  static_assert(!kAreGroups || W::kGroupUnits == kBlockUnits);
-  float* const sums = reinterpret_cast<float*>(space_for<SavedSums>(num_rows * kPairOutputs));
-  float scales[kPairOutputs];
-  alignas(64) Unit block[kBlockUnits * kInputs * kPairOutputs];
+  ManyRows<T, W> many(w, rows, row, last_row);
   for (; pair < last_pair; pair++) {
-    std::fill(sums, sums + num_rows * kPairOutputs, 0.0f);
-    for (int64_t first = 0; first < w.num_units; first += kBlockUnits) {
-      const int64_t count = std::min(kBlockUnits, w.num_units - first);
-      widen_block<T>(w, pair, first, count, block);
-      if constexpr (kAreGroups)
-        for (int half = 0; half < 2; half++)
-          save(w.group_scales(pair, half, first), scales + half * kLanes, kLanes);
-      for (int64_t r = 0; r < num_rows; r += kMaxRows) {
-        const auto add = num_rows - r == 1   ? add_block<1, kAreGroups>
-                         : num_rows - r == 2 ? add_block<2, kAreGroups>
-                                             : add_block<kMaxRows, kAreGroups>;
-        add(reinterpret_cast<const float*>(block), count * kInputs,
-            inputs + r * wide.stride + first * kInputs, wide.stride, scales, sums + r * kPairOutputs);
-      }
-    }
-    for (int64_t r = 0; r < num_rows; r++) {
-      const float* sum = sums + r * kPairOutputs;
-      out(row + r, pair, load(sum), load(sum + kLanes));
-    }
+    const float* sum = many.multiply(pair, last_pair);
+    for (int64_t r = row; r < last_row; r++, sum += kPairOutputs)
+      out(r, pair, load(sum), load(sum + kLanes));
   }
 }
 
