@@ -149,6 +149,11 @@ class SamplingBody(CommonBody, kw_only=True):
         return "max_completion_tokens", self.max_completion_tokens
 
     @property
+    def echoes_prompt(self) -> bool:
+        """Whether the first text of a sequence begins with the prompt."""
+        return False
+
+    @property
     def is_echo_alone(self) -> bool:
         """Whether the answer is the prompt, without any output."""
         return False
@@ -226,6 +231,10 @@ class CompletionBody(SamplingBody, kw_only=True):
     @property
     def default_max_tokens(self) -> int | None:
         return DEFAULT_COMPLETION_TOKENS
+
+    @property
+    def echoes_prompt(self) -> bool:
+        return bool(self.echo)
 
     @property
     def is_echo_alone(self) -> bool:

@@ -30,12 +30,8 @@ class DeltaReader:
         self._request_id = request_id
         self._arrival = arrival
         self._num_each = body.num_sequences
-        self._waits_for_prompts = bool(
-            body.stream
-            and body.num_prompt_logprobs is not None
-            and self._num_each > 1
-            and not body.use_beam_search
-        )
+        has_prompts = body.num_prompt_logprobs is not None  # never in a beam search
+        self._waits_for_prompts = bool(body.stream and has_prompts and self._num_each > 1)
         """Whether a prompt's other sequences begin after the first one, which alone has the log
         probabilities of the prompt."""
         self._prompts_read: list[asyncio.Event] = []

@@ -221,7 +221,7 @@ async def _whole(
 ) -> bytes:
     """Render a response; one with very many parts is rendered in a thread, one at a time."""
     num_tokens = sum(
-        sequence.num_output_tokens + len(sequence.prompt_logprobs)
+        sequence.num_output_tokens + _num_prompt_tokens(body, sequence)
         for sequence in generation.sequences
     )
     num_parts = len(generation.sequences) * _PARTS_PER_SEQUENCE
@@ -236,6 +236,11 @@ def _num_candidates(body: SamplingBody) -> int:
     return 1 + max(body.num_logprobs or 0, body.num_prompt_logprobs or 0)
 
 
+def _num_prompt_tokens(body: SamplingBody, sequence: OutputSequence) -> int:
+    """Return how many tokens of the prompt an answer shows with a sequence."""
+    return sequence.num_prompt_tokens if body.echoes_prompt else len(sequence.prompt_logprobs)
+
+
 async def _send_stream(
     state: ApiState,
     body: SamplingBody,
@@ -248,7 +253,7 @@ async def _send_stream(
     steps = generation.steps(answer.skip)
     if generation.stream_interval > 1:
         steps = in_intervals(steps, generation.stream_interval)
-    renderer = _Renderer(answer, state.large_answers, _num_candidates(body))
+    renderer = _Renderer(answer, state.large_answers, body)
     async for step in steps:
         await _send_step(connection, renderer, step)
     if not generation.cancelled:
@@ -260,10 +265,11 @@ async def _send_stream(
 class _Renderer:
     """Renders the events of a stream; those with very many parts in a thread, one at a time."""
 
-    def __init__(self, answer: Answer, turn: asyncio.Lock, num_candidates: int) -> None:
+    def __init__(self, answer: Answer, turn: asyncio.Lock, body: SamplingBody) -> None:
         self._answer = answer
         self._turn = turn
-        self._num_candidates = num_candidates
+        self._body = body
+        self._num_candidates = _num_candidates(body)
         self._begun: set[int] = set()
         """Sequences whose first tokens, and with them the prompt, were rendered."""
 
@@ -272,7 +278,7 @@ class _Renderer:
         num_tokens = len(delta.token_ids)
         if sequence.index not in self._begun and delta.num_computed_tokens is None:
             self._begun.add(sequence.index)
-            num_tokens += len(sequence.prompt_logprobs)
+            num_tokens += _num_prompt_tokens(self._body, sequence)
         if num_tokens * self._num_candidates < _MANY_PARTS:
             return self._answer.frames(sequence, delta)
         async with self._turn:

@@ -101,7 +101,6 @@ class ChatFormat:
     """Chunks that begin with the message's role, followed by its text."""
 
     plain_choice: ClassVar = (b'"delta":{"content":', b'},"logprobs":null,"finish_reason":null')
-    echoes_prompt: ClassVar = False
 
     tokenizer: TextTokenizer
     body: ChatBody

@@ -27,6 +27,8 @@ from protocol.core_worker import ModelFacts, TokenLogprobs
 
 MAX_SEQUENCES = 2048
 """Maximum number of prompts multiplied by n in one request."""
+_SLICE_TOKENS = 1024
+"""Number of tokens that take about two milliseconds to decode."""
 
 
 class _PromptItems(NamedTuple):
@@ -85,10 +87,6 @@ class CompletionFormat:
     head: Completion
     echoed: dict[int, str] = field(default_factory=dict)
     """Texts of prompts that were decoded, by the place of the prompt."""
-
-    @property
-    def echoes_prompt(self) -> bool:
-        return bool(self.body.echo)
 
     def opening(self, sequence: OutputSequence) -> None:
         return None
@@ -161,9 +159,21 @@ class CompletionFormat:
             return prompt.text
         if place not in self.echoed:
             skip = self.body.skip_special_tokens is not False
-            text = self.tokenizer.decode(prompt.token_ids, skip_special_tokens=skip)
-            self.echoed[place] = text
+            self.echoed[place] = _decoded(self.tokenizer, prompt.token_ids, skip_special=skip)
         return self.echoed[place]
+
+
+def _decoded(tokenizer: TextTokenizer, token_ids: list[int], *, skip_special: bool) -> str:
+    """Return the text of a prompt; that of a long one is decoded in slices.
+
+    The library lets no other thread run while it decodes.
+    """
+    if len(token_ids) <= _SLICE_TOKENS:
+        return tokenizer.decode(token_ids, skip_special_tokens=skip_special)
+    detokenizer = tokenizer.detokenizer([], skip_special_tokens=skip_special)
+    starts = range(0, len(token_ids), _SLICE_TOKENS)
+    pieces = [detokenizer.push(token_ids[start : start + _SLICE_TOKENS]) for start in starts]
+    return "".join([*pieces, detokenizer.flush()])
 
 
 COMPLETIONS = GenerationApi(

@@ -58,6 +58,8 @@ class GenerateParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     stop: sampling.StopString | sampling.StopStrings | None = None
     stop_token_ids: sampling.StopTokenIds | None = None
     include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    """Whether `stop` is searched for in the text without special tokens, as by default."""
     ignore_eos: bool | None = None
     allowed_token_ids: sampling.AllowedTokenIds | None = None
     bad_words: sampling.BadWords | None = None
@@ -69,8 +71,7 @@ class GenerateParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     thinking_token_budget: ThinkingTokenBudget | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
     extra_args: Unsupported = UNSET
-    # Without effect: they concern text, of which the answer has none, or vLLM's own processes.
-    skip_special_tokens: bool | None = None
+    # These have no effect: they concern text, of which the answer has none, or vLLM's processes.
     spaces_between_special_tokens: bool | None = None
     detokenize: bool | None = None
     flat_logprobs: bool | None = None
@@ -160,7 +161,6 @@ class GenerateFormat:
     """Chunks of token ids."""
 
     plain_choice: ClassVar = (b"", b"")  # a chunk always has ids, so none is text alone
-    echoes_prompt: ClassVar = False
 
     tokenizer: TextTokenizer
     body: TokensCompletion

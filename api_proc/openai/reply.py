@@ -41,10 +41,6 @@ class Format(Protocol):
     def plain_choice(self) -> tuple[bytes, bytes]:
         """Return the JSON before and after the text in the choice of a text-only chunk."""
 
-    @property
-    def echoes_prompt(self) -> bool:
-        """True if the first text begins with the prompt."""
-
     def opening(self, sequence: OutputSequence) -> dict[str, Any] | None:
         """Return the fields of the chunk before the first text, if there is one."""
 
@@ -84,6 +80,7 @@ class Reply:
         self._form = form
         self._generation = generation
         self._num_each = body.num_sequences
+        self._echoes_prompt = body.echoes_prompt
         self._is_echo_alone = body.is_echo_alone
         self._num_returned = body.n or 1
         options = body.stream_options
@@ -125,7 +122,7 @@ class Reply:
             if opening := form.opening(sequence):
                 events.append(self._frame(**opening))
         is_plain = self._is_plain and delta.finish_reason is None and delta.logprobs is None
-        is_plain = is_plain and not (is_first and form.echoes_prompt)
+        is_plain = is_plain and not (is_first and self._echoes_prompt)
         if is_plain and delta.events is None:
             if delta.text:
                 text = encode(delta.text)

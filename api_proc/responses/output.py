@@ -146,10 +146,15 @@ class ResponseOutput:
         return events + self._close(is_cut=is_cut)
 
     def items(self) -> list[OutputItem]:
-        """Return all items so far, the last of them perhaps incomplete."""
-        if self._open is None:
-            return list(self._items)
-        return [*self._items, _item(self._open, "incomplete")]
+        """Return all items so far, the last of them perhaps incomplete.
+
+        A thread may add to them meanwhile.
+        """
+        item = self._open  # read first: `_close` removes it after it has added its item
+        items = list(self._items)
+        if item is not None and item.index == len(items):
+            items.append(_item(item, "incomplete"))
+        return items
 
     def _text(self, kind: Literal["message", "reasoning"], text: str) -> list[Event]:
         events: list[Event] = []
@@ -186,11 +191,12 @@ class ResponseOutput:
         return self._open
 
     def _close(self, *, is_cut: bool = False) -> list[Event]:
-        item, self._open = self._open, None
+        item = self._open
         if item is None:
             return []
         whole = _item(item, "incomplete" if is_cut else "completed")
         self._items.append(whole)
+        self._open = None
         done = ItemDone(output_index=item.index, item=whole)
         item_id, index, text = item.id, item.index, item.text
         if isinstance(whole, FunctionCall):

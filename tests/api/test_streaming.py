@@ -12,10 +12,13 @@ import httpx
 import msgspec
 import pytest
 
+from api_proc.generation import serving
 from api_proc.http.protocol import MAX_UNREAD_TOKENS
 from api_proc.openai import completions
+from api_proc.openai.completions import CompletionFormat
 from api_proc.openai.logprobs import completion_logprobs
-from api_proc.openai.objects import CompletionLogprobs
+from api_proc.openai.objects import CompletionChoice, CompletionLogprobs
+from api_proc.text.tokenizer import HfTokenizer
 from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of, refusal_of
 from protocol.sampling import FinishReason
@@ -411,3 +414,40 @@ def test_long_prompts_and_events_are_rendered_by_a_thread(
         assert "".join(part["text"] for part in parts) == choice["text"]
         for name, column in choice["logprobs"].items():
             assert [value for part in parts for value in part["logprobs"][name]] == column
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_long_echoed_prompt_is_decoded_in_slices_by_a_thread(
+    make_server: MakeServer, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, *, stream: bool
+) -> None:
+    """The tokenizer's library lets no other thread run while it decodes."""
+    live = make_server(model=str(checkpoint))
+    loop_thread = live.call(threading.get_ident)
+    in_loop: list[bool] = []
+    lengths: list[int] = []
+    choice, decode = CompletionFormat.choice, HfTokenizer.decode
+
+    def observed_choice(*args: Any, **named: Any) -> CompletionChoice:
+        in_loop.append(threading.get_ident() == loop_thread)
+        return choice(*args, **named)
+
+    def observed_decode(tokenizer: HfTokenizer, ids: list[int], **named: Any) -> str:
+        lengths.append(len(ids))
+        return decode(tokenizer, ids, **named)
+
+    monkeypatch.setattr(serving, "_MANY_PARTS", 100)
+    monkeypatch.setattr(completions, "_SLICE_TOKENS", 64)
+    monkeypatch.setattr(CompletionFormat, "choice", observed_choice)
+    monkeypatch.setattr(HfTokenizer, "decode", observed_decode)
+    text = "The fox jumps \N{SMILING FACE WITH SUNGLASSES}. " * 20
+    fields = {"max_tokens": 2, "echo": True}
+    with httpx.Client(base_url=live.url) as http:
+        ids = http.post("/tokenize", json={"prompt": text}).json()["tokens"]
+        assert len(ids) > 100
+        if stream:
+            chunks = completion(http, prompt=ids, **fields)
+        else:
+            chunks = [http.post(COMPLETIONS, json={"prompt": ids, **fields}).json()]
+    assert "".join(each["choices"][0]["text"] for each in chunks).startswith(text)
+    assert in_loop[0] is False
+    assert all(length <= 64 for length in lengths)

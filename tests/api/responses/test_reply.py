@@ -1,16 +1,20 @@
 """The events of a response continue after any of them, however the rest of the text arrives."""
 
 import json
+import sys
 from collections.abc import Iterator
-from types import SimpleNamespace
+from types import FrameType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+from api_proc.chat.events import ContentDelta, ReasoningDelta, ToolCallEnd, ToolCallStart
 from api_proc.chat.families import find_dialect
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import ApiError
 from api_proc.responses.body import ResponseDecoder
+from api_proc.responses.objects import OutputItem
+from api_proc.responses.output import ResponseOutput
 from api_proc.responses.positions import stream_position
 from api_proc.responses.reply import ResponseReply
 from api_proc.text.output_sequence import Delta
@@ -98,3 +102,27 @@ def test_a_failure_continues_the_numbers(live: LiveServer, position: tuple[int, 
     assert [event["type"] for event in events] == types
     numbers = [event["sequence_number"] for event in events]
     assert numbers == list(range(first, first + len(types)))
+
+
+def test_a_response_can_be_read_while_a_thread_adds_to_it() -> None:
+    """Each line may be the last that the thread has computed: no item is missing or there twice."""
+    output = ResponseOutput("x")
+    seen: list[list[OutputItem]] = []
+
+    def read(frame: FrameType, event: str, argument: Any) -> Any:
+        seen.append(output.items())
+        return read
+
+    events = (ReasoningDelta("a"), ContentDelta("b"), ToolCallStart(0, "id", "f"), ToolCallEnd(0))
+    sys.settrace(read)
+    try:
+        for event in events:
+            output.push([event], [])
+        output.finish(is_cut=False)
+    finally:
+        sys.settrace(None)
+    ids = [item.id for item in output.items()]
+    assert len(ids) == 3
+    numbers = [len(items) for items in seen]
+    assert numbers == sorted(numbers)
+    assert all([item.id for item in items] == ids[: len(items)] for items in seen)
