@@ -53,8 +53,8 @@ class Budget:
         self._max_bytes = max_bytes
         self.clients = clients or ClientBudget()
         self.foreign = ClientBudget(self.clients.max_per_client)
-        """Connections for requests of other API processes, where their sequences count: a client
-        that has reached its bound here can read what it has begun there."""
+        """Counts connections for requests of other API processes, which count the sequences: a
+        client that has reached its bound here can read what it has begun there."""
         self.num_requests = 0
         self.num_bytes = 0
 
@@ -102,10 +102,11 @@ class Lease:
 
     def __init__(self, budget: Budget, num_bytes: int, client: str | None = None) -> None:
         self._budget: Budget | None = budget
-        self._clients = budget.clients  # which counts the sequences
+        self._clients = budget.clients
+        """The budget that counts the sequences."""
         self._num_bytes = num_bytes
         self.client = client
-        """For which the sequences count; None: for no client."""
+        """The client for which the sequences count; None: they count for no client."""
         self._num_sequences = 0
         self._is_read = False
 

@@ -41,7 +41,7 @@ class DeltaReader:
         self._position: StreamPosition | None = None
         self._on_skipped: OnSkipped | None = None
         self.time_to_first_token_s: float | None = None
-        """Of the first token of any sequence; None before it."""
+        """Seconds from the arrival to the first token of any sequence; None before it."""
 
     async def steps(
         self,

@@ -1,6 +1,6 @@
 """The path of a generation request: body, prompt, sequences, response.
 
-Chats and completions share it; a `GenerationApi` holds the differences between them.
+The routes that generate share it; a `GenerationApi` holds the differences between them.
 """
 
 import asyncio

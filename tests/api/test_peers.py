@@ -406,10 +406,10 @@ def test_a_client_at_its_bound_can_read_what_another_process_owns(
     make_pair: MakePair, tmp_path: Path
 ) -> None:
     """The sequences count at the owner, and its connections elsewhere count apart."""
-    most = 3
+    limit = 3
     pair = make_pair(
         journal_dir=str(tmp_path / "journal"),
-        max_open_requests_per_client=most,
+        max_open_requests_per_client=limit,
         keep_alive_interval_s=0.05,  # streams begin before they have a token
     )
     pair.pause(is_paused=True)
@@ -422,12 +422,12 @@ def test_a_client_at_its_bound_can_read_what_another_process_owns(
 
     for http, name in zip(pair.http, names, strict=True):
         headers = {"x-request-id": name}
-        with http.stream("POST", "/v1/completions", json=body(n=most), headers=headers) as answer:
+        with http.stream("POST", "/v1/completions", json=body(n=limit), headers=headers) as answer:
             assert answer.status_code == 200
     eventually(lambda: not sum(each.num_requests for each in budgets), "both clients have left")
-    assert num_open() == [most, most, 0]
-    resumed = Background(pair.http[0], body(n=most), x_request_id=names[1])
-    eventually(lambda: num_open() == [most, most, 1], "a connection counts apart")
+    assert num_open() == [limit, limit, 0]
+    resumed = Background(pair.http[0], body(n=limit), x_request_id=names[1])
+    eventually(lambda: num_open() == [limit, limit, 1], "a connection counts apart")
     names = [f"new-{number}" for number in range(99)]
     new = {"x-request-id": next(n for n in names if RequestIds(0, COUNT).owner_of(n) == 1)}
     for path, fields in (("completions", body()), ("embeddings", {"input": "x"})):
@@ -437,7 +437,7 @@ def test_a_client_at_its_bound_can_read_what_another_process_owns(
     pair.pause(is_paused=False)
     assert resumed.end().endswith("data: [DONE]\n\n")
     assert resumed.status == 200
-    eventually(lambda: num_open() == [most, 0, 0], "the connection has ended")
+    eventually(lambda: num_open() == [limit, 0, 0], "the connection has ended")
 
 
 def text_of(stream: str) -> str:
