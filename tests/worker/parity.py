@@ -52,8 +52,12 @@ def make_prompts() -> list[list[int]]:
 
 
 def few_prompts() -> list[list[int]]:
-    """Return half of these: three with a common prefix, one of a token, and one of whole blocks."""
-    return make_prompts()[: NUM_PROMPTS // 2]
+    """Return eight prompts of `make_prompts` that have every kind of its lengths and prefixes.
+
+    Three have a common prefix, one is a single token, and the last two are equal, of whole blocks.
+    """
+    prompts = make_prompts()
+    return [*prompts[:2], *prompts[3:8], prompts[-1]]
 
 
 def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:

@@ -21,9 +21,7 @@ from protocol.config import (
 )
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput, WorkerHello
 from protocol.sampling import SamplingParams
-from tests.worker.checkpoints import (
-    SHAPE,
-)
+from tests.worker.checkpoints import SHAPE
 from tests.worker.driving import Run, drive
 from tests.worker.parity import BLOCK_SIZE, GREEDY
 from worker_proc.runner import Runner

@@ -78,7 +78,9 @@ def test_stages_compute_the_tokens_of_the_whole_model(
     stages = Stages(directory, num_stages)
     assert stages.drive(prompts).output_token_ids == expected
     assert stages.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected
-    assert stages.drive(prompts, max_num_seqs=1).output_token_ids == expected
+    one_by_one = stages.drive(prompts, max_num_seqs=1)
+    assert one_by_one.output_token_ids == expected
+    assert one_by_one.num_cached_tokens % BLOCK_SIZE == BLOCK_SIZE - 1, "all but a prompt's last"
     assert all(runner.facts == stages.facts for runner in stages.runners)
     assert stages.facts.exact_resume, stages.facts.exact_resume_reason
     assert stages.facts.decoder == "native"
