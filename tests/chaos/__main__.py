@@ -45,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--url needs one of --kill-command and --kill-pid-pattern")
     if arguments.every is not None and arguments.every <= 0:
         parser.error("--every must be greater than 0")
+    if arguments.replicas < 1:
+        parser.error("--replicas must be at least 1")
     base = Path(tempfile.mkdtemp(prefix="chaos-"))
     options = SessionOptions(
         model=arguments.model,

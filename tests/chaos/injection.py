@@ -115,8 +115,8 @@ class Injection:
         Raises:
             EngineFailed: it takes longer than `timeout_s`.
         """
-        if self._stopped is not None:
-            processes.kill(self._stopped, signal.SIGCONT)
+        if self._stopped is not None and processes.kill(self._stopped, signal.SIGCONT) is None:
+            self.missed = "the lost replica was replaced before all streams had ended"
         await self._engine.ready(timeout_s, without={kill.pid for kill in self.kills})
         self.returned_at = time.monotonic()
 
@@ -213,10 +213,11 @@ class Injection:
 
     async def _lose(self, replica: int, how: str) -> None:
         """Kill the processes of a replica while its supervisor is stopped and replaces none."""
-        outer, *others = await self._engine.replica(replica)
-        if processes.kill(outer.pid, signal.SIGSTOP) is not None:
-            self._stopped = outer.pid
-        for member in sorted(others, key=lambda each: each.role not in ("core", "worker")):
+        members = await self._engine.replica(replica)
+        if not members or processes.kill(members[0].pid, signal.SIGSTOP) is None:
+            return
+        self._stopped = members[0].pid
+        for member in sorted(members[1:], key=lambda each: each.role not in ("core", "worker")):
             moment = processes.kill(member.pid)
             if moment is not None:
                 self._note_kill(moment, member, how)

@@ -36,7 +36,10 @@ class Members:
         return self._link.query(self._timeout_s)
 
     def whole(self) -> StatusReply | None:
-        """Return the outer reply with the processes of all replicas; None: some are not ready."""
+        """Return the outer reply with the processes of all replicas; None: there is no reply.
+
+        It is ready if the supervisors of all replicas answer and are ready, too.
+        """
         reply = self.outer()
         if reply is None:
             return None

@@ -91,9 +91,8 @@ class Session:
             EngineFailed: it does not start, or does not become ready after a round.
         """
         options = self._options
-        arguments = [options.model, *self._flags(), *options.engine_flags]
-        if options.num_replicas > 1:
-            arguments += ["--data-parallel-size", str(options.num_replicas)]
+        flags = (*self._flags(), *self._replica_flags(), *options.engine_flags)
+        arguments = [options.model, *flags]
         engine = Engine(self._base, arguments, has_journal=options.has_journal)
         try:
             engine.start()
@@ -108,7 +107,7 @@ class Session:
             engine.close()
 
     def _flags(self) -> tuple[str, ...]:
-        """Flags of the engine."""
+        """Flags of the engine, without those for replicas."""
         options = self._options
         share = 2 * options.num_replicas
         flags = ("--max-num-seqs", str(max(1, options.num_streams // share)), *ENGINE_FLAGS)
@@ -116,6 +115,19 @@ class Session:
         num_blocks = max(_MIN_BLOCKS, (NULL_BLOCKS if is_null else MODEL_BLOCKS) * 2 // share)
         blocks = ("--num-gpu-blocks-override", str(num_blocks))
         return (*flags, *blocks, *(NULL_FLAGS if is_null else ()))
+
+    def _replica_flags(self) -> tuple[str, ...]:
+        """Flags of an engine with replicas.
+
+        The supervisor of a lost replica is stopped until all streams have ended. Meanwhile it must
+        not be replaced because it hangs.
+        """
+        options = self._options
+        if options.num_replicas == 1:
+            return ()
+        flags = ("--data-parallel-size", str(options.num_replicas))
+        hang_s = ("--api-hang-timeout-s", f"{options.stream_timeout_s:g}")
+        return (*flags, *(hang_s if Fault.LOST in options.faults else ()))
 
     async def _run_rounds(self, engine: Engine) -> None:
         pairs = self._available(await engine.roles())

@@ -1,10 +1,13 @@
 """Chaos runs: requests and plans from a seed, failpoints of faults, stalls, the table."""
 
+import asyncio
 import json
 import os
 import random
+import signal
 import subprocess
 import sys
+from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
 from typing import cast
@@ -113,7 +116,7 @@ def test_a_replica_that_is_lost_for_good_has_no_successor_to_kill() -> None:
     assert phases == set(Phase) - {Phase.LOAD, Phase.RECOVERY, Phase.THRICE}
 
 
-def test_a_named_rank_never_leaves_it_to_chance_who_dies() -> None:
+def test_a_worker_of_a_chosen_rank_is_killed_from_outside_only() -> None:
     """The process that reaches the failpoint first may be of another rank."""
     for seed in range(20):
         for phase in Phase:
@@ -143,8 +146,73 @@ def test_victims_are_of_one_replica_and_rank() -> None:
     assert victims("worker", 1, 0, replica=0) == [1]
 
 
-def test_each_rank_has_a_cell_of_the_matrix_and_is_missed() -> None:
-    options = SessionOptions(
+class FakeEngine:
+    """The processes of one replica, and how each of them receives signals."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, roles: Iterable[str]) -> None:
+        """Have one process of each role, with the pids 100, 101, ..."""
+        self.signals: list[tuple[str, signal.Signals]] = []
+        self.ended: set[str] = set()
+        self._members = [Member(role, 1, 0, pid) for pid, role in enumerate(roles, 100)]
+        monkeypatch.setattr(processes, "kill", self._kill)
+
+    async def replica(self, number: int) -> list[Member]:
+        assert number == 1
+        return self._members
+
+    async def ready(self, timeout_s: float, *, without: Collection[int]) -> None:
+        pass
+
+    def _kill(self, pid: int, number: signal.Signals = signal.SIGKILL) -> float | None:
+        [role] = [member.role for member in self._members if member.pid == pid]
+        self.signals.append((role, number))
+        return None if role in self.ended else float(len(self.signals))
+
+
+LOST = Cell(1, Fault.LOST, Phase.RANDOM, 0)
+
+
+def lose(engine: FakeEngine) -> Injection:
+    """Return an injection that has killed the replica."""
+    injection = Injection(cast(Engine, engine), LOST, 1.0, 8)
+    injection._replica = 1
+    asyncio.run(injection._kill(LOST.fault.roles, "outside"))
+    return injection
+
+
+def test_the_supervisor_of_a_lost_replica_is_stopped_before_the_first_kill(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It continues after the streams; if it has ended, the replica was not lost for good."""
+    roles = ("supervisor", "standby", "worker", "zygote", "core")
+    for ended, missed in ((set(), None), ({"supervisor"}, "the lost replica was replaced")):
+        engine = FakeEngine(monkeypatch, roles)
+        injection = lose(engine)
+        assert engine.signals == [
+            ("supervisor", signal.SIGSTOP),
+            *((role, signal.SIGKILL) for role in ("worker", "core", "standby", "zygote")),
+        ]
+        assert [kill.role for kill in injection.kills] == ["worker", "core", "standby", "zygote"]
+        engine.ended |= ended
+        asyncio.run(injection.wait_return(1.0))
+        assert engine.signals[-1] == ("supervisor", signal.SIGCONT)
+        assert (injection.missed or "").startswith(missed or "")
+        assert bool(injection.missed) == bool(missed)
+
+
+def test_no_process_of_a_replica_is_killed_while_its_supervisor_can_replace_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The supervisor gives no answer, or has ended."""
+    for roles in ((), ("supervisor", "worker")):
+        engine = FakeEngine(monkeypatch, roles)
+        engine.ended.add("supervisor")
+        assert lose(engine).kills == []
+        assert signal.SIGKILL not in {number for _, number in engine.signals}
+
+
+def options_of(*faults: Fault, num_replicas: int = 1) -> SessionOptions:
+    return SessionOptions(
         model="null",
         seed=0,
         num_streams=8,
@@ -152,11 +220,24 @@ def test_each_rank_has_a_cell_of_the_matrix_and_is_missed() -> None:
         duration_s=None,
         is_matrix=True,
         only_round=None,
-        faults=(Fault.WORKER, Fault.CORE),
+        faults=faults,
         phases=(Phase.DECODE,),
-        stream_timeout_s=1.0,
+        stream_timeout_s=60.0,
         engine_flags=(),
+        num_replicas=num_replicas,
     )
+
+
+def test_a_stopped_supervisor_is_not_replaced_while_streams_are_open() -> None:
+    """It would be taken for a process that hangs."""
+    hang_s = ("--api-hang-timeout-s", "60")
+    for num_replicas, expected in ((1, ()), (2, ("--data-parallel-size", "2", *hang_s))):
+        session = Session(options_of(Fault.LOST, num_replicas=num_replicas), Path(), print)
+        assert session._replica_flags() == expected
+
+
+def test_a_matrix_kills_each_rank_and_reports_those_that_were_missed() -> None:
+    options = options_of(Fault.WORKER, Fault.CORE)
     session = Session(options, Path(), print)
     pairs = cells(options.faults, options.phases)
     assert [session._ranks(fault, 2) for fault, _ in pairs] == [range(2), (None,)]
