@@ -107,7 +107,8 @@ _PARAMS = frozenset(GenerateParams.__struct_fields__) & frozenset(CompletionBody
 _PARAM = re.compile(rf"({'|'.join(sorted(_PARAMS, key=len, reverse=True))})\b")
 
 
-def _completion_of(body: GenerateBody) -> TokensCompletion:
+def completion_of(body: GenerateBody) -> TokensCompletion:
+    """Return the completion that a body stands for; ApiError: it has a field without support."""
     reject_unsupported(body, "")
     params = body.sampling_params
     reject_unsupported(params, "sampling_params.")
@@ -126,11 +127,11 @@ class _Decoder:
         self._decoder = BodyDecoder(GenerateBody)
 
     def __call__(self, raw: bytes) -> TokensCompletion:
-        return _completion_of(self._decoder(raw))
+        return completion_of(self._decoder(raw))
 
     async def in_slices(self, raw: bytes, turn: Turn) -> tuple[TokensCompletion, list[str]]:
         body, unknown = await self._decoder.in_slices(raw, turn)
-        return _completion_of(body), unknown
+        return completion_of(body), unknown
 
 
 class GeneratedChoice(msgspec.Struct, kw_only=True):

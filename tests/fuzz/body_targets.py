@@ -18,6 +18,7 @@ from api_proc.chat.lark import GrammarTooLarge
 from api_proc.errors import ApiError
 from api_proc.generation.structured import grammar_of
 from api_proc.http.json_body import BodyDecoder
+from api_proc.openai.generate import GenerateBody, completion_of
 from api_proc.openapi import OPERATIONS, Operation, document
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
 from api_proc.text.chat_template import ChatTemplateError
@@ -97,6 +98,8 @@ def _open(kind: type[msgspec.Struct]) -> Iterator[Feed]:
     def feed(raw: bytes) -> bool:
         try:
             body = decode(raw)
+            if isinstance(body, GenerateBody):
+                body = completion_of(body)
             if isinstance(body, CompletionBody | ChatBody):
                 _accept(body)
         except ApiError as error:
