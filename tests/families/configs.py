@@ -92,7 +92,12 @@ _INDEXED: dict[str, Any] = {
 }
 
 _OTHER: Mapping[str, dict[str, Any]] = {
+    "apertus1p5": {"image_token_offset": 496, "audio_token_offset": 504},
     "axk1": {"head_dim": 8},
+    "dory": {
+        **{"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2},
+        **{"n_output_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    },
     **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text"), _INDEXED),
     **dict.fromkeys(("glm_moe_dsa", "hy_v4"), _INDEXED | {"indexer_types": ["full", "shared"]}),
     "cohere_compass_text": {
@@ -107,6 +112,11 @@ _OTHER: Mapping[str, dict[str, Any]] = {
     "ernie4_5_vl_moe": {
         "moe_intermediate_size": [48, 24],
         "rope_parameters": THREE_ROWS | {"mrope_section": [3, 3, 2]},
+    },
+    "hy_v4_vl": _INDEXED
+    | {
+        "indexer_types": ["full", "shared"],
+        "rope_parameters": THREE_ROWS | {"mrope_section": [2, 1, 1]},
     },
     **dict.fromkeys(("glm46v", "glm4v_moe", "glm_ocr", "glmga"), _WHOLE_ANGLES),
     "hunyuan_vl": {
@@ -165,6 +175,8 @@ _PARTS: Mapping[str, dict[str, Any]] = {
     "inkling2_vision": {"text_hidden_size": 64},
     "inkling_audio": {"text_hidden_size": 64},
     "inkling_vision": {"text_hidden_size": 64},
+    "apertus1p5_vision_tokenizer": {"codebook_size": 8},
+    "wavtokenizer_encoder": {"codebook_dim": 32, "codebook_size": 8},
     "timm_wrapper": {"model_args": {"embed_dim": 32}},
     "muse_spark_audio": {
         **{"patch_sizes": [4, 2], "hidden_sizes": [16, 32], "depths": [1, 1]},
@@ -239,6 +251,13 @@ TYPES = (
     ),
 )
 """Model types beside those of the worker's tests; their configurations need only sizes."""
+
+
+SINCE_5_24 = (
+    *("apertus1p5", "apertus1p5_text", "dory", "exaone", "hy_v4_vl", "inkling2_loop"),
+    *("inkling2_loop_text", "lara_mini", "omniasr", "sarvam_mla", "sarvam_moe"),
+)
+"""Further types, which transformers 5.23 lacks."""
 
 
 def small_config(model_type: str) -> PretrainedConfig:
@@ -320,6 +339,9 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
             *(*RECURRENT, *OWN_ATTENTION, DEEPSEEK_V4, *SCORE_TERMS),
         )
     },
-    **{name: lambda name=name: small_config(name) for name in TYPES},  # type: ignore[misc]
+    **{
+        name: lambda name=name: small_config(name)  # type: ignore[misc]
+        for name in (*TYPES, *(one for one in SINCE_5_24 if one in CONFIG_MAPPING))
+    },
 }
 """A configuration for each family, by its name: a model type, or a variant of one."""

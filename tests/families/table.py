@@ -3,10 +3,12 @@
 from collections.abc import Mapping
 from pathlib import Path
 
-from tests.families.configs import FAMILIES
+from tests.families.configs import FAMILIES, SINCE_5_24
 from tests.families.verification import COLUMNS, Verified
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+NAMES = {*FAMILIES, *SINCE_5_24}
+"""The families with a row, also those that the installed version of transformers lacks."""
 _TITLES = ("family", "`model_type`", "layers computed by", "`exact_resume`", *COLUMNS)
 
 
@@ -34,7 +36,7 @@ def with_rows(page: str, rows: Mapping[str, str]) -> str:
     lines = page.splitlines()
     first, end = _place(lines)
     merged = rows_of(page) | rows
-    kept = [merged[name] for name in sorted(merged) if name in FAMILIES]
+    kept = [merged[name] for name in sorted(merged) if name in NAMES]
     return "\n".join([*lines[:first], *kept, *lines[end:]]) + "\n"
 
 
