@@ -243,10 +243,11 @@ class CheckedModel(SimulatedModel):
 
     def _check_prefixes(self, step: SchedulerOutput) -> None:
         """Check that cached KV was computed with the adapter of the request that reads it."""
+        blocks = self._blocks
         for new in step.scheduled_new_reqs:
             num_cached = -(-new.num_cached_tokens // self.facts.block_size)
-            for block_id in (b for t in self._kv_tables(new.block_ids) for b in t[:num_cached]):
-                writer = self._writers.get(block_id)
+            for block_id in (b for t in blocks._kv_tables(new.block_ids) for b in t[:num_cached]):
+                writer = blocks._writers.get(block_id)
                 if block_id == NULL_BLOCK or writer is None:
                     continue
                 if writer.request.adapter_id != new.adapter_id:
