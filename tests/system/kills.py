@@ -1,8 +1,9 @@
 """kill -9 of worker and core under seeded streams, which must get the tokens of each one alone."""
 
+import contextlib
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -55,6 +56,18 @@ def repeating(num_tokens: int) -> Grammar:
     return Grammar(GrammarKind.REGEX, f"[ab]{{{num_tokens}}}[cd]*")
 
 
+@contextlib.contextmanager
+def connected(engine: Engine) -> Iterator[EngineClient]:
+    """Connect a client once the engine is ready; RuntimeError with its log: it has ended.
+
+    An interrupted request must be able to continue exactly.
+    """
+    engine.ready()
+    with EngineClient(engine.address) as client:
+        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+        yield client
+
+
 def tokens_over_kill(
     engine: Engine, client: EngineClient, requests: Sequence[Request], role: Role, rank: int
 ) -> list[list[int]]:
@@ -90,9 +103,8 @@ def check_tokens_after_kills(
     prompts = PROMPTS[:num_prompts]
     wait_for(engine, Role.STANDBY, timeout_s=LOAD_TIMEOUT_S)
     params = params_of(num_prompts, max_tokens)
-    with EngineClient(engine.address) as client:
+    with connected(engine) as client:
         facts = client.wait_ready(LOAD_TIMEOUT_S)
-        assert facts.exact_resume
         alone = [
             client.submit(prompt, one).result(TIMEOUT_S).token_ids
             for prompt, one in zip(prompts, params, strict=True)

@@ -12,12 +12,11 @@ from protocol.lifecycle import Role
 from protocol.stores.tiers import memory_directory
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.chaos.__main__ import main
-from tests.system.kills import build_model, check_tokens_after_kills
+from tests.system.kills import build_model, check_tokens_after_kills, connected
 from tests.system.offload.test_offload import (
     MEMORY,
     NUM_PROMPTS,
     PROMPT_LEN,
-    connected,
     damage,
     files_in,
     num_loaded,

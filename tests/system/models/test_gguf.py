@@ -8,13 +8,12 @@ import pytest
 from gguf import GGMLQuantizationType as Type
 from transformers import LlamaConfig
 
-from protocol.client import EngineClient
 from protocol.config.settings import configure
 from protocol.process.launch import EngineProcesses, EngineStartError
 from protocol.sampling import SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, EngineFactory
 from tests.hub import Hub
-from tests.system.kills import check_tokens_after_kills
+from tests.system.kills import check_tokens_after_kills, connected
 from tests.timing import within
 from tests.worker.gguf.gguf_files import WIDE, write_gguf
 from tests.worker.gguf.test_gguf import mixed
@@ -57,8 +56,7 @@ def test_a_file_of_the_hub_is_served_by_its_quantization(
         hub.add("tiny/files", repository)
         start_engine.environ |= hub.environ(tmp_path / "home")
         engine = start_engine("--no-api", model="tiny/files:Q8_0")
-        with EngineClient(engine.address) as client:
-            client.wait_ready(LOAD_TIMEOUT_S)
+        with connected(engine) as client:
             params = SamplingParams(max_tokens=4, temperature=0.0)
             assert len(client.submit([5, 6, 7], params).result(LOAD_TIMEOUT_S).token_ids) == 4
 

@@ -13,7 +13,7 @@ from protocol.core_worker import TokenLogprobs
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, EngineFactory, eventually
-from tests.system.kills import PROMPTS, build_model, params_of
+from tests.system.kills import PROMPTS, build_model, connected, params_of
 from tests.system.offload.test_offload_states import stats_of
 from tests.worker.recurrent_models import RECURRENT
 from worker_proc.native.build import compiler
@@ -70,8 +70,7 @@ def test_streams_are_those_without_drafts_after_kill_9(
     plain = start_engine(
         *flags, *division, "--standby-workers", "0", model=model, timeout_s=LOAD_TIMEOUT_S
     )
-    with EngineClient(plain.address) as client:
-        client.wait_ready(LOAD_TIMEOUT_S)
+    with connected(plain) as client:
         expected = results(client, requests, None)
     plain.close()
     assert len({tuple(tokens) for tokens, _ in expected}) == len(PROMPTS)
@@ -79,8 +78,7 @@ def test_streams_are_those_without_drafts_after_kill_9(
     engine = start_engine(
         *flags, *division, *few_blocks, *DRAFTS, model, model=model, timeout_s=LOAD_TIMEOUT_S
     )
-    with EngineClient(engine.address) as client:
-        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+    with connected(engine) as client:
         ranks = range(2 if division else 1)
         for role, rank in [*((Role.WORKER, rank) for rank in ranks), (Role.CORE, 0), (None, 0)]:
             victim = None if role is None else engine.pid(role, rank)

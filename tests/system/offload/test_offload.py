@@ -1,7 +1,6 @@
 """KV blocks outside the workers: a successor reads them, and a damaged store costs no token."""
 
 import asyncio
-import contextlib
 import os
 import signal
 import subprocess
@@ -22,7 +21,7 @@ from protocol.stores.tiers import memory_directory
 from scripts.bench.make_draft_model import make_draft
 from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually
-from tests.system.kills import NUM_TRIES, begin
+from tests.system.kills import NUM_TRIES, begin, connected
 from tests.system.machines.test_replicas import kill_all, until_serving
 from tests.system.null_load import null_tokens
 
@@ -50,13 +49,6 @@ def start(start_engine: EngineFactory, *flags: str) -> Engine:
 def stop(engine: Engine) -> None:
     engine.process.terminate()
     assert engine.process.wait(TIMEOUT_S) == 0
-
-
-@contextlib.contextmanager
-def connected(engine: Engine) -> Iterator[EngineClient]:
-    with EngineClient(engine.address) as client:
-        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
-        yield client
 
 
 def tokens_of(client: EngineClient) -> Tokens:

@@ -9,6 +9,7 @@ from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from protocol.stores.tiers import memory_directory
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system.kills import connected
 from tests.system.null_load import null_tokens
 from tests.system.offload.test_offload import (
     MEMORY,
@@ -17,7 +18,6 @@ from tests.system.offload.test_offload import (
     PROMPT_LEN,
     PROMPTS,
     Tokens,
-    connected,
     damage,
     files_in,
     stop,
@@ -138,8 +138,7 @@ def test_the_null_model_begins_from_the_states_of_its_own_tokens(
     expected = [
         null_tokens(one, params.max_tokens) for one, params in zip(PROMPTS, PARAMS, strict=True)
     ]
-    with EngineClient(engine.address) as client:
-        client.wait_ready(LOAD_TIMEOUT_S)
+    with connected(engine) as client:
         assert tokens_of(client) == expected
         wait_for_states(client, memory_directory(engine.run_dir))
         for role in (Role.WORKER, Role.CORE):

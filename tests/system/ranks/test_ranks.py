@@ -6,12 +6,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, PreTrainedModel
 
-from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
 from tests.families.verification import DECIDED_BY_FORWARD
-from tests.system.kills import repeating, requests_of, tokens_over_kill
+from tests.system.kills import connected, repeating, requests_of, tokens_over_kill
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.parity import generate
 from tests.worker.quantization.quantized_checkpoints import (
@@ -59,8 +58,7 @@ def test_streams_continue_after_kill_9(
     flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", str(num_ranks), *options)
     engine = start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
     requests = requests_of(NUM_TOKENS, repeating(NUM_TOKENS))
-    with EngineClient(engine.address) as client:
-        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+    with connected(engine) as client:
         alone = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
         assert all(len(tokens) == NUM_TOKENS for tokens in alone[:2])
         for victim in victims:
@@ -85,8 +83,7 @@ def test_streams_of_a_quantized_checkpoint_continue_after_kill_9(
     flags = ("--no-api", "--num-threads", "1", "--tensor-parallel-size", "2")
     engine = start_engine(*flags, model=str(tmp_path / "model"), timeout_s=LOAD_TIMEOUT_S)
     requests = requests_of(NUM_TOKENS)
-    with EngineClient(engine.address) as client:
-        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+    with connected(engine) as client:
         alone = [client.submit(*request).result(LOAD_TIMEOUT_S).token_ids for request in requests]
         for victim in ((Role.WORKER, 1), (Role.CORE, 0)):
             assert tokens_over_kill(engine, client, requests, *victim) == alone
@@ -130,8 +127,7 @@ def test_streams_of_other_families_continue_after_kill_9(
     params = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32", "--tensor-parallel-size", "2")
     engine = start_engine(*flags, model=str(tmp_path / "model"), timeout_s=LOAD_TIMEOUT_S)
-    with EngineClient(engine.address) as client:
-        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+    with connected(engine) as client:
         for victim in ((Role.WORKER, 1), (Role.CORE, 0)):
             for tokens in tokens_over_kill(engine, client, [(prompt, params)] * 3, *victim):
                 assert tokens[: len(expected)] == expected  # transformers stops at an end

@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, EngineFactory
-from tests.system.kills import build_model, repeating, requests_of, tokens_over_kill
+from tests.system.kills import build_model, connected, repeating, requests_of, tokens_over_kill
 from tests.system.ranks.test_ranks import BY_MODEL, DRAFTS
 from tests.worker.checkpoints import Architecture
 from tests.worker.recurrent_models import KEY_DECAYS, KINDS
@@ -57,8 +56,7 @@ def test_streams_continue_after_kill_9(
     stages = ("--pipeline-parallel-size", str(num_stages))
     stages += ("--tensor-parallel-size", str(num_shares))
     engine = start_engine(*flags, *stages, *options, model="demo", timeout_s=LOAD_TIMEOUT_S)
-    with EngineClient(engine.address) as client:
-        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+    with connected(engine) as client:
         expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
         assert all(len(tokens) == NUM_TOKENS for tokens in expected[:2])
         for victim in victims:
@@ -73,8 +71,7 @@ def test_undisturbed_stages_have_the_tokens_of_one_worker(start_engine: EngineFa
     found = []
     for stages in ((), ("--pipeline-parallel-size", "2")):
         engine = start_engine(*flags, *stages, model="demo", timeout_s=LOAD_TIMEOUT_S)
-        with EngineClient(engine.address) as client:
-            client.wait_ready(LOAD_TIMEOUT_S)
+        with connected(engine) as client:
             streams = [client.submit(*request) for request in requests_of(NUM_TOKENS)]
             found.append([stream.result(TIMEOUT_S).token_ids for stream in streams])
         engine.close()
@@ -104,16 +101,14 @@ def test_streams_of_recurrent_layers_continue_after_kill_9(
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32", "--mamba-block-size", "64")
     whole = start_engine(*flags, "--standby-workers", "0", model=model, timeout_s=LOAD_TIMEOUT_S)
     requests = requests_of(NUM_TOKENS)
-    with EngineClient(whole.address) as client:
-        client.wait_ready(LOAD_TIMEOUT_S)
+    with connected(whole) as client:
         expected = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
     assert all(len(tokens) == NUM_TOKENS for tokens in expected)
     whole.close()
     stages = ("--pipeline-parallel-size", "2")
     engine = start_engine(*flags, *stages, *options, model=model, timeout_s=LOAD_TIMEOUT_S)
-    with EngineClient(engine.address) as client:
+    with connected(engine) as client:
         facts = client.wait_ready(LOAD_TIMEOUT_S)
-        assert facts.exact_resume
         assert facts.kv_groups[-1].is_state
         for victim in [*((Role.WORKER, rank) for rank in ranks), (Role.CORE, 0)]:
             assert tokens_over_kill(engine, client, requests, *victim) == expected

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from protocol.process.failpoints import VARIABLE, arm
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
-from tests.system.kills import begin, requests_of
+from tests.system.kills import begin, connected, requests_of
 from tests.system.ranks.test_standby_ranks import ready_pids
 from tests.system.recovery.test_standby import check_zombies, loaded
 from worker_proc.native.build import build, compiler
@@ -132,8 +131,7 @@ def test_forked_ranks_have_the_tokens_of_ranks_that_loaded_by_themselves(
         "--no-api", "--num-threads", "1", flag, "2", model="demo", timeout_s=LOAD_TIMEOUT_S
     )
     requests = requests_of(NUM_TOKENS)
-    with EngineClient(engine.address) as client:
-        assert client.wait_ready(LOAD_TIMEOUT_S).exact_resume
+    with connected(engine) as client:
         assert all(map(is_forked, ready_pids(engine, Role.WORKER)))
         alone = [client.submit(*request).result(TIMEOUT_S).token_ids for request in requests]
         zygotes, workers = (ready_pids(engine, role) for role in (Role.ZYGOTE, Role.WORKER))
