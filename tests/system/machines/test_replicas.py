@@ -308,7 +308,7 @@ def test_prompt_of_another_client_is_found_by_the_events_of_the_caches(
     async def replica_of(client: ReplicatedClient, prompt: list[int]) -> tuple[int, int]:
         """Return which replica computes a prompt, and how many tokens it has cached."""
         stream = client.submit(prompt, params)
-        open_at = [bool(each.entry(stream.request_id)) for each in client.clients]
+        open_at = [bool(each.requests.entry(stream.request_id)) for each in client.clients]
         cached = [output.num_cached_tokens async for output in stream]
         return open_at.index(True), cached[0] or 0
 
