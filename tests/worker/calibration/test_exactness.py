@@ -175,13 +175,19 @@ def test_attention_within_a_token_is_torchs() -> None:
         def forward(self, states: torch.Tensor, attention_mask: object = None) -> object:
             return ALL_ATTENTION_FUNCTIONS.get_interface("eager", print), states
 
-    within, masked = Within(), Masked()
-    model = nn.ModuleList([within, masked])
+    class Projecting(Within):
+        def __init__(self) -> None:
+            super().__init__()
+            self.projection: nn.Module = nn.Linear(16, 16)
+
+    within, masked, projecting = Within(), Masked(), Projecting()
+    model = nn.ModuleList([within, masked, projecting])
     attend_in_tokens(model)
+    projecting.projection = nn.Identity()  # as packed: no linear layer any more
     set_implementation(model, IMPLEMENTATION)
     assert within.config._attn_implementation == "sdpa"
     assert masked.config._attn_implementation == IMPLEMENTATION
-    assert list(exactness._plain_products(model)) == ["1 (Masked)"]
+    assert list(exactness._plain_products(model)) == ["1 (Masked)", "2 (Projecting)"]
 
 
 def test_norms_whose_first_dimension_is_the_tokens_are_not_tried_with_other_heads() -> None:
