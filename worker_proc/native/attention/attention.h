@@ -366,8 +366,8 @@ class Head {
     }
   }
 
-  // Tokens of a segment, and the rows of the tile that hold all of their heads. The tile's row r is that
-  // of token r / per_kv_.
+  // Tokens of a segment, and the rows of the tile that hold all of their heads: row rows.first + i is
+  // that of token first + i / per_kv_.
   struct Tokens {
     int segment, first, count;
     RowRange rows;
