@@ -22,6 +22,7 @@ from scripts.bench.commands.steps import Parts
 from scripts.bench.load import Run
 from scripts.testing import EngineFactory
 from tests.scripts.bench_peer import ERROR_TEXT, peer
+from tests.timing import within
 from worker_proc.native.build import build, compiler
 
 FIGURES = {
@@ -384,16 +385,23 @@ def test_the_sampler_is_measured_with_every_set_of_parameters(result: Path) -> N
 
 
 def test_routing_compares_policies_on_the_same_conversations(result: Path) -> None:
+    """What is in a cache when a request arrives depends on times, and so on other load."""
     command = (
         "routing --repeats 1 --replicas 2 --conversations 12 --turns 3 --systems 3 --begin-s 0.2"
         f" --pause-s 0.05 --step-ms 0 --token-ms 0.01 --json {result}"
     )
-    assert tool.main([*command.split(), "--work", "prefix_aware", "round_robin"]) == 0
-    found = {run.server: run.figures for run in report.load(result).runs}
-    assert found["prefix_aware"]["hit_percent"] > found["round_robin"]["hit_percent"] > 0
-    for figures in found.values():
-        assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
-        assert 1 <= figures["imbalance"] <= 2
+
+    def measure() -> dict[str, float]:
+        assert tool.main([*command.split(), "--work", "prefix_aware", "round_robin"]) == 0
+        found = {run.server: run.figures for run in report.load(result).runs}
+        for figures in found.values():
+            assert 0 < figures["hit_percent"] < 100
+            assert 0 < figures["ttft_p50_ms"] <= figures["ttft_p99_ms"]
+            assert 1 <= figures["imbalance"] <= 2
+        hits = [found[policy]["hit_percent"] for policy in ("round_robin", "prefix_aware")]
+        return {"share_of_hits": hits[0] / hits[1]}
+
+    within(3, measure, share_of_hits=0.95)
 
 
 def test_prefill_compares_roles_of_replicas_at_the_same_rates(result: Path) -> None:
