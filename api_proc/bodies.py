@@ -63,11 +63,9 @@ class RepetitionDetection(msgspec.Struct, frozen=True):
         return sampling.RepetitionDetection(self.max_pattern_size, smallest, self.min_count)
 
 
-class CommonBody(msgspec.Struct, kw_only=True):
-    """The fields that completions, chats and responses share. None: the server's default."""
+class SamplingFields(msgspec.Struct, kw_only=True):
+    """How tokens are sampled and when a sequence ends. None: the server's default."""
 
-    model: str | None = None
-    stream: bool | None = None
     temperature: sampling.Temperature | None = None
     top_p: sampling.TopP | None = None
     top_k: sampling.TopK | None = None
@@ -83,12 +81,19 @@ class CommonBody(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     min_tokens: sampling.MinTokens | None = None
     skip_special_tokens: bool | None = None
-    priority: sampling.Priority | None = None
-    cache_salt: sampling.CacheSalt | None = None
-    user: Tenant | None = None
     structured_outputs: structured.StructuredOutputs | None = None
     allowed_token_ids: sampling.AllowedTokenIds | None = None
     bad_words: sampling.BadWords | None = None
+
+
+class CommonBody(SamplingFields, kw_only=True):
+    """The fields that completions, chats and responses share. None: the server's default."""
+
+    model: str | None = None
+    stream: bool | None = None
+    priority: sampling.Priority | None = None
+    cache_salt: sampling.CacheSalt | None = None
+    user: Tenant | None = None
     timeout: Timeout | None = None
     """Seconds after which the request ends with an error."""
     stream_interval: StreamInterval | None = None

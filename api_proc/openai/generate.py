@@ -14,6 +14,7 @@ from api_proc.bodies import (
     CompletionBody,
     PromptIds,
     RepetitionDetection,
+    SamplingFields,
     StreamInterval,
     StreamOptions,
     ThinkingTokenBudget,
@@ -23,7 +24,6 @@ from api_proc.bodies import (
     reject_unsupported,
 )
 from api_proc.errors import ApiError
-from api_proc.generation import structured
 from api_proc.generation.serving import GenerationApi
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
@@ -40,33 +40,16 @@ from protocol.message import Tenant
 PATH = "/inference/v1/generate"
 
 
-class GenerateParams(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+class GenerateParams(SamplingFields, kw_only=True, forbid_unknown_fields=True):
     """vLLM's `SamplingParams` in a body of /inference/v1/generate. None: the server's default."""
 
     n: sampling.NumSequences | None = None
     max_tokens: sampling.MaxTokens | None = None
-    min_tokens: sampling.MinTokens | None = None
-    temperature: sampling.Temperature | None = None
-    top_p: sampling.TopP | None = None
-    top_k: sampling.TopK | None = None
-    min_p: sampling.MinP | None = None
-    seed: sampling.Seed | None = None
-    presence_penalty: sampling.Penalty | None = None
-    frequency_penalty: sampling.Penalty | None = None
-    repetition_penalty: sampling.RepetitionPenalty | None = None
-    logit_bias: sampling.LogitBias | None = None
-    stop: sampling.StopString | sampling.StopStrings | None = None
-    stop_token_ids: sampling.StopTokenIds | None = None
-    include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     """Whether `stop` is searched for in the text without special tokens, as by default."""
-    ignore_eos: bool | None = None
-    allowed_token_ids: sampling.AllowedTokenIds | None = None
-    bad_words: sampling.BadWords | None = None
     logprobs: sampling.NumLogprobs | None = None
     prompt_logprobs: sampling.NumLogprobs | None = None
     logprob_token_ids: sampling.LogprobTokenIds | None = None
-    structured_outputs: structured.StructuredOutputs | None = None
     repetition_detection: RepetitionDetection | None = None
     thinking_token_budget: ThinkingTokenBudget | None = None
     truncate_prompt_tokens: TruncateTokens | None = None
