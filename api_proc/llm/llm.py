@@ -151,9 +151,8 @@ class LLM:
         InvalidRequest: one of the prompts cannot be served, and none has run. PromptsFailed: some
         have failed later.
         """
-        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
         return self._complete(
-            items,
+            _prompt_list(prompts),
             self._engine.tokenized,
             sampling_params,
             use_tqdm,
@@ -173,45 +172,27 @@ class LLM:
 
         `pooling_params` are by default those with which the checkpoint was trained.
         """
-        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
-        params, pooling = SamplingParams(), pooling_params or self._engine.default_pooling()
-
-        def request(i: int, prompt: Prompt) -> PromptRequest:
-            request_id = self._engine.new_request_id()
-            return PromptRequest(request_id, prompt, params, 0, pooling=pooling)
-
-        work = self._all(
-            items,
-            self._engine.tokenized_whole,
-            request,
-            self._engine.embed,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
+        pooling = pooling_params or self._engine.default_pooling()
+        tokenized = self._engine.tokenized_whole
+        return self._pool(
+            _prompt_list(prompts), tokenized, lambda _: pooling, use_tqdm, lora_request
         )
-        return _successes(self._thread.run(work, timeout_s=None))
 
     def classify(
         self, prompts: PromptType | Sequence[PromptType], *, use_tqdm: UseTqdm = True
     ) -> list[ClassificationRequestOutput]:
         """Return the probabilities of the labels of prompts, in their order; as `generate`."""
-        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
         if self._engine.facts.num_labels == 0:
             raise invalid("model", "it has no classification head")
         pooling = Pooling(self._engine.facts.default_pooling, normalize=False)
-
-        def request(i: int, prompt: Prompt) -> PromptRequest:
-            request_id = self._engine.new_request_id()
-            return PromptRequest(request_id, prompt, SamplingParams(), 0, pooling=pooling)
-
-        tokenized, embed = self._engine.tokenized_whole, self._engine.embed
-        work = self._all(items, tokenized, request, embed, use_tqdm=use_tqdm, lora_request=None)
+        tokenized = self._engine.tokenized_whole
         return [
             ClassificationRequestOutput(
                 found.request_id,
                 ClassificationOutput(self._engine.activate(found.outputs.embedding)),
                 found.prompt_token_ids,
             )
-            for found in _successes(self._thread.run(work, timeout_s=None))
+            for found in self._pool(_prompt_list(prompts), tokenized, lambda _: pooling, use_tqdm)
         ]
 
     def encode(
@@ -280,22 +261,17 @@ class LLM:
             prompt, starts[len(starts)] = await self._engine.tokenized_pair(pair)
             return prompt
 
-        def request(i: int, prompt: Prompt) -> PromptRequest:
-            own = msgspec.structs.replace(pooling, second_text_start=starts[i])
-            request_id = self._engine.new_request_id()
-            return PromptRequest(request_id, prompt, SamplingParams(), 0, pooling=own)
+        def pooling_of(i: int) -> Pooling:
+            return msgspec.structs.replace(pooling, second_text_start=starts[i])
 
         pairs = list(zip(first * len(second) if len(first) == 1 else first, second, strict=True))
-        work = self._all(
-            pairs, tokenized, request, self._engine.embed, use_tqdm=use_tqdm, lora_request=None
-        )
         return [
             ScoringRequestOutput(
                 found.request_id,
                 ScoringOutput(self._engine.activate(found.outputs.embedding)[0]),
                 found.prompt_token_ids,
             )
-            for found in _successes(self._thread.run(work, timeout_s=None))
+            for found in self._pool(pairs, tokenized, pooling_of, use_tqdm)
         ]
 
     def _cosines(
@@ -323,7 +299,6 @@ class LLM:
         lora_request: LoRARequests = None,
     ) -> list[BeamSearchOutput]:
         """Return the best continuations of prompts, in their order; errors as `generate`."""
-        items = [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
         self._engine.check_beam_search(params)
         each = SamplingParams(n=params.beam_width, max_tokens=params.max_tokens)
 
@@ -332,7 +307,7 @@ class LLM:
 
         search = functools.partial(self._engine.beam_search, params)
         work = self._all(
-            items,
+            _prompt_list(prompts),
             self._engine.tokenized,
             request,
             search,
@@ -402,6 +377,30 @@ class LLM:
         )
         return _successes(self._thread.run(work, timeout_s=None))
 
+    def _pool(
+        self,
+        items: Sequence[T],
+        tokenized: Callable[[T], Awaitable[Prompt]],
+        pooling_of: Callable[[int], Pooling],
+        use_tqdm: UseTqdm,
+        lora_request: LoRARequests = None,
+    ) -> list[EmbeddingRequestOutput]:
+        """Return the vectors of items; `pooling_of` gets the number of an item."""
+
+        def request(i: int, prompt: Prompt) -> PromptRequest:
+            request_id, pooling = self._engine.new_request_id(), pooling_of(i)
+            return PromptRequest(request_id, prompt, SamplingParams(), 0, pooling=pooling)
+
+        work = self._all(
+            items,
+            tokenized,
+            request,
+            self._engine.embed,
+            use_tqdm=use_tqdm,
+            lora_request=lora_request,
+        )
+        return _successes(self._thread.run(work, timeout_s=None))
+
     async def _all(
         self,
         items: Sequence[T],
@@ -438,6 +437,10 @@ class LLM:
         if len(params) != num_prompts:
             raise invalid(name, f"there are {len(params)} for {num_prompts} prompts")
         return list(params)
+
+
+def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
+    return [prompts] if is_one_prompt(prompts) else cast(Sequence[PromptType], prompts)
 
 
 def _product(one: list[float], other: list[float]) -> float:
