@@ -67,7 +67,7 @@ class ChildHandle:
         self._send_signal(signal.SIGKILL)
 
     def dump_stacks(self) -> None:
-        """Have it print its stacks; only for a process that has written to its progress page."""
+        """Make it print its stacks; only for a process that has written to its progress page."""
         self._send_signal(DUMP_SIGNAL)
 
     def _send_signal(self, number: int) -> None:
