@@ -161,7 +161,7 @@ class CoreLoop:
         """Return whether a predecessor's clients have had time to connect since the adoption."""
         if not self._has_predecessor:
             return True
-        if self._all_back_at is None and self._engine.running is not None:
+        if self._all_back_at is None and self._engine.facts is not None:
             self._all_back_at = now + RETURN_S
         return self._all_back_at is not None and now >= self._all_back_at
 

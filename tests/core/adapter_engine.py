@@ -48,8 +48,7 @@ def refusals(engine: EngineCore) -> dict[int, ErrorCode]:
 
 
 def answer_oldest(engine: EngineCore) -> ModelRunnerOutput:
-    assert engine.running is not None
-    step_id, sampling = engine.running.scheduler.in_flight[0]
+    step_id, sampling = engine.scheduler.in_flight[0]
     return ModelRunnerOutput(step_id, [7] * len(sampling))
 
 

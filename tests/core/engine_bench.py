@@ -33,8 +33,7 @@ def add(
 
 def answer(engine: EngineCore, step: SchedulerOutput, token_id: int = 7) -> ModelRunnerOutput:
     """Return a worker's output in which every sampling request gets the same token."""
-    assert engine.running is not None
-    sampling = dict(engine.running.scheduler.in_flight)[step.step_id]
+    sampling = dict(engine.scheduler.in_flight)[step.step_id]
     return ModelRunnerOutput(step.step_id, [token_id] * len(sampling))
 
 

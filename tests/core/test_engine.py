@@ -268,7 +268,7 @@ def answer_scored(engine: EngineCore, step: SchedulerOutput, first: int, end: in
     Every row but those with tokens must be one piece of the prompt.
     """
     output = answer(engine, step)
-    req_id = next(iter(engine.running.scheduler.requests)) if engine.running else 0
+    req_id = next(iter(engine.scheduler.requests))
     parts = [PromptLogprobs(req_id, first, entries(first, end))]
     output = ModelRunnerOutput(output.step_id, output.sampled_token_ids, prompt_logprobs=parts)
     positions: list[int] = []

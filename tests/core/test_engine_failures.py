@@ -5,7 +5,7 @@ import logging
 import msgspec
 import pytest
 
-from core_proc import running_engine as engine_module
+from core_proc import engine as engine_module
 from core_proc.engine import EngineCore
 from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.options import SchedulerOptions
@@ -104,8 +104,7 @@ def test_an_error_in_prompt_logprobs_ends_that_request(monkeypatch: pytest.Monke
     engine.add(CLIENT, add(2))
     step = scheduled(engine)
     output = answer(engine, step)
-    assert engine.running is not None
-    req_id = min(engine.running.scheduler.requests)
+    req_id = min(engine.scheduler.requests)
     parts = [PromptLogprobs(req_id, 1, [])]
     outputs = engine.update(
         ModelRunnerOutput(step.step_id, output.sampled_token_ids, prompt_logprobs=parts)
@@ -120,8 +119,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone() -> None:
     for request_id in (1, 2, 3):
         engine.add(CLIENT, add(request_id))
     step = scheduled(engine)
-    assert engine.running is not None
-    requests = engine.running.scheduler.requests
+    requests = engine.scheduler.requests
     bad = sorted(requests)[1]
     output = answer(engine, step)
     failed = msgspec.structs.replace(output, request_errors={bad: "not finite"})
@@ -145,9 +143,8 @@ def test_an_error_for_a_request_that_did_not_sample_is_the_workers_fault() -> No
 def test_a_request_aborted_in_time_gets_no_failure() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
-    assert engine.running is not None
-    [req_id] = engine.running.scheduler.requests
-    engine.running.scheduler.fail_request(req_id, "x" * 10_000)
+    [req_id] = engine.scheduler.requests
+    engine.scheduler.fail_request(req_id, "x" * 10_000)
     engine.abort(CLIENT, [1])
     engine.schedule()
     assert refusals(engine) == []
@@ -156,9 +153,8 @@ def test_a_request_aborted_in_time_gets_no_failure() -> None:
 def test_a_long_reason_is_cut_to_what_the_wire_takes() -> None:
     engine = make_engine()
     engine.add(CLIENT, add(1))
-    assert engine.running is not None
-    [req_id] = engine.running.scheduler.requests
-    engine.running.scheduler.fail_request(req_id, "x" * 10_000)
+    [req_id] = engine.scheduler.requests
+    engine.scheduler.fail_request(req_id, "x" * 10_000)
     engine.schedule()
     [(_, refused)] = engine.take_outgoing()
     assert isinstance(refused, Refused)
@@ -192,8 +188,7 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     facts = ModelFacts("fake", 1000, 512, 16, 100, [2], kv_groups=groups, num_host_blocks=11)
     engine = EngineCore(configure(model="null", **settings))
     engine.adopt_workers(facts, 1.5)
-    assert engine.running is not None
-    options = engine.running.scheduler.options
+    options = engine.scheduler.options
     expected = settings | {
         "computes_whole_prompts": False,
         "policy": "priority",
@@ -217,17 +212,15 @@ def test_every_scheduler_setting_and_fact_reaches_the_scheduler() -> None:
     fair = EngineCore(configure(model="null", scheduling_policy="fair", **others))
     recurrent = [KVGroup(), KVGroup(is_state=True)]
     fair.adopt_workers(msgspec.structs.replace(FACTS, kv_groups=recurrent, **of_states))
-    assert fair.running is not None
-    assert fair.running.scheduler.options.tenant_weights == {"gold": 4.0}
-    assert fair.running.scheduler.options.enable_kv_events
-    assert fair.running.scheduler.options.target_itl_ms == 30.0
-    assert fair.running.scheduler.options.mamba_block_size == 96
-    options = fair.running.scheduler.options
+    assert fair.scheduler.options.tenant_weights == {"gold": 4.0}
+    assert fair.scheduler.options.enable_kv_events
+    assert fair.scheduler.options.target_itl_ms == 30.0
+    assert fair.scheduler.options.mamba_block_size == 96
+    options = fair.scheduler.options
     assert {name: getattr(options, name) for name in of_states} == of_states
     staged = EngineCore(configure(model="null", pipeline_parallel_size=4))
     staged.adopt_workers(FACTS)
-    assert staged.running is not None
-    options = staged.running.scheduler.options
+    options = staged.scheduler.options
     assert options.pipeline_parallel_size == options.max_steps_in_flight == 4
 
 
@@ -235,8 +228,7 @@ def test_the_tenant_of_a_request_reaches_the_scheduler() -> None:
     engine = make_engine(scheduling_policy="fair")
     request = add(1)
     engine.add(CLIENT, type(request)(1, [5], request.sampling_params, tenant="gold"))
-    assert engine.running is not None
-    assert [r.tenant for r in engine.running.scheduler.requests.values()] == ["gold"]
+    assert [r.tenant for r in engine.scheduler.requests.values()] == ["gold"]
 
 
 def test_a_request_is_refused_if_all_kv_groups_together_cannot_hold_it() -> None:

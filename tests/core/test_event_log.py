@@ -117,8 +117,7 @@ class Core:
         self.log.subscribe(name, asked)
 
     def contents(self) -> Contents:
-        assert self.engine.running is not None
-        pool = self.engine.running.scheduler.kv.pool
+        pool = self.engine.scheduler.kv.pool
         keys = (pool.hash_of(i) for i in range(pool.num_blocks))
         return {(k[:HASH_BYTES], (k[HASH_BYTES:] or b"\0")[0]) for k in keys if k is not None}
 
@@ -145,9 +144,8 @@ class Core:
             engine.control(CLIENT, Control(1, ControlAction.RESUME))
         while engine.schedule() is not None:
             pass
-        assert engine.running is not None
-        if engine.running.scheduler.in_flight and rng.random() < 0.8:
-            step_id, sampling = engine.running.scheduler.in_flight[0]
+        if engine.scheduler.in_flight and rng.random() < 0.8:
+            step_id, sampling = engine.scheduler.in_flight[0]
             tokens = [rng.choice((5, 6, 7)) for _ in sampling]
             engine.update(ModelRunnerOutput(step_id, tokens))
         engine.take_outgoing()

@@ -46,8 +46,7 @@ def refusals(engine: EngineCore) -> list[Refused]:
 
 
 def requests(engine: EngineCore) -> Iterable[Request]:
-    assert engine.running is not None
-    return engine.running.scheduler.requests.values()
+    return engine.scheduler.requests.values()
 
 
 def test_the_workers_get_a_grammar_once_and_its_requests_run_when_it_is_ready() -> None:
@@ -206,8 +205,7 @@ def test_a_client_whose_share_is_used_up_has_no_request_of_another_refused() -> 
     step = scheduled(engine)
     assert len(names(step)) == 1
     engine.update(answer(engine, step))
-    assert engine.running is not None
-    places = engine.running.grammars._unproven
+    places = engine.grammars._unproven
     assert places._num_taken == 0
     engine.add(CLIENT, constrained_of("a", 4))
     assert len(names(scheduled(engine))) == 1, "it is ready"
@@ -240,9 +238,8 @@ def test_a_grammar_without_requests_of_others_is_forgotten_with_its_refusal() ->
     engine.abort(CLIENT, [2])
     assert busy(engine, message) == [1]
     assert engine.take_grammars() == []
-    assert engine.running is not None
-    assert not engine.running.grammars._entries
-    assert engine.running.grammars._unproven._num_taken == 0
+    assert not engine.grammars._entries
+    assert engine.grammars._unproven._num_taken == 0
 
 
 def test_grammars_that_were_proven_take_no_places_of_new_ones() -> None:
@@ -262,8 +259,7 @@ def test_grammars_that_end_unsent_give_their_places_back() -> None:
     for i, grammar in enumerate(grammars_of("a", 1000)):
         assert engine.add(CLIENT, constrained(i, grammar)) is None
         engine.abort(CLIENT, [i])
-    assert engine.running is not None
-    assert len(engine.running.grammars._entries) <= MAX_COMPILING
+    assert len(engine.grammars._entries) <= MAX_COMPILING
 
 
 def test_idle_grammars_are_forgotten() -> None:
@@ -273,8 +269,7 @@ def test_idle_grammars_are_forgotten() -> None:
         [message] = engine.take_grammars()
         engine.answered(GrammarCompiled(message.grammar_id))
         engine.abort(CLIENT, [i])
-    assert engine.running is not None
-    known = engine.running.grammars
+    known = engine.grammars
     assert len(known._entries) == len(known._by_id) <= 2 * grammars.MAX_IDLE + 1
 
 

@@ -131,14 +131,13 @@ def test_a_preempted_mean_is_not_swapped_but_computed_again() -> None:
     bench.add(1, [5] * 100, pooling_params(MEAN))
     for _ in range(3):
         bench.step()
-    assert bench.core.running is not None
-    scheduler = bench.core.running.scheduler
+    scheduler = bench.core.scheduler
     [victim] = scheduler.running
     assert scheduler.swapper.prefers(victim, victim.num_computed_tokens)
     scheduler.preempt(victim)
     assert victim.swapped_out is None
     bench.run()
-    assert bench.core.running.scheduler.num_scheduled_tokens == 3 * 16 + 100
+    assert bench.core.scheduler.num_scheduled_tokens == 3 * 16 + 100
     assert bench.vectors() == {1: vectors_of([[5] * 100], MEAN)[0]}
 
 

@@ -6,10 +6,9 @@ from collections.abc import Callable
 import msgspec
 import pytest
 
-from core_proc.engine import EngineCore
+from core_proc.engine import CANARY_ID, EngineCore
 from core_proc.recovery.fingerprints import fingerprint
 from core_proc.recovery.rejections import MAX_REFUSED, REFUSED_FOR_S
-from core_proc.running_engine import CANARY_ID
 from protocol.api_core import AddRequest, ErrorCode, PauseMode, Refused
 from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
@@ -329,8 +328,7 @@ def test_a_pause_of_new_requests_does_not_hold_those_that_run() -> None:
         patient.add(request_id)
     while patient.num_deaths < 2:
         patient.turn()
-    assert patient.engine.running is not None
-    patient.engine.running.scheduler.pause(PauseMode.PAUSED_NEW)
+    patient.engine.scheduler.pause(PauseMode.PAUSED_NEW)
     patient.run()
     patient.check_innocents(2, {1})
 
@@ -427,12 +425,10 @@ def test_a_fingerprint_is_of_the_prompt_and_the_parameters_but_not_of_the_seed()
 
 def test_what_is_refused_is_bounded() -> None:
     patient = Patient(lambda computing: False)
-    assert patient.engine.running is not None
-    quarantine = patient.engine.running.quarantine
+    quarantine = patient.engine.quarantine
     for request_id in range(1, MAX_REFUSED + 11):
         patient.add(request_id)
-        assert patient.engine.running is not None
-        request = patient.engine.running.scheduler.requests[request_id]
+        request = patient.engine.scheduler.requests[request_id]
         quarantine.reject(request, 0.0)
         patient.engine.abort(CLIENT, [request_id])
     assert len(quarantine.rejections) == MAX_REFUSED

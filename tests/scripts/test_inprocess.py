@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from core_proc import running_engine as engine_module
+from core_proc import engine as engine_module
 from protocol.api_core import ErrorCode, PauseMode, RequestOutput
 from protocol.client.errors import RequestFailed
 from protocol.config.settings import configure

@@ -138,8 +138,8 @@ class CheckedEngine(EngineCore):
 
     def schedule(self) -> SchedulerOutput | None:
         step = super().schedule()
-        if step is not None and self._loads is not None and self.running is not None:
-            self._turns.scheduled(self.running.adapters, step)
+        if step is not None and self._loads is not None:
+            self._turns.scheduled(self.adapters, step)
         return step
 
     def update(self, output: ModelRunnerOutput) -> dict[bytes, StepOutputs]:
@@ -151,13 +151,11 @@ class CheckedEngine(EngineCore):
 
     def check_idle(self) -> str | None:
         """Describe what is left in an engine that should be idle; None: nothing."""
-        if self.running is None:
-            return None
-        scheduler = self.running.scheduler
+        scheduler = self.scheduler
         check_invariants(scheduler)
         if scheduler.has_unfinished or self._owners.num_open:
             return f"{len(scheduler.requests)} requests are left in the core"
-        if self.running.adapters.holds_steps:
+        if self.adapters.holds_steps:
             return "adapters hold steps with nothing open"
         usage = scheduler.kv.usage
         return f"KV cache usage is {usage} with nothing open" if usage else None

@@ -12,7 +12,7 @@ import msgspec
 
 from api_proc.resumption import session_log, sessions
 from api_proc.resumption.history import History
-from core_proc import running_engine
+from core_proc import engine
 from core_proc.kv import kv_cache
 from core_proc.kv.kv_cache import KVCacheManager
 from core_proc.links.worker_link import WorkerLink
@@ -164,7 +164,7 @@ def _swap_vectors() -> list[Place]:
         vectors = list(output.pooled.values())
         return found if found.embedding is None else _with(found, embedding=vectors[0])
 
-    return [(running_engine, "output_row", other)]
+    return [(engine, "output_row", other)]
 
 
 def _drain_at_once() -> list[Place]:
