@@ -78,8 +78,8 @@ from protocol.kv_events import KVEvent
 from protocol.message import MAX_TEXT
 from protocol.process.machines import blocks_address
 from protocol.process.progress_page import MarkEdits
-from protocol.process.turns import Account
 from protocol.request_validation import validate_request
+from protocol.turns import Account
 
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never reaches it."""

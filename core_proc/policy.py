@@ -7,7 +7,7 @@ import heapq
 
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
-from protocol.process.turns import Account
+from protocol.turns import Account
 
 Key = tuple[float, ...]
 

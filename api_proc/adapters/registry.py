@@ -25,7 +25,7 @@ from protocol.adapters import (
 )
 from protocol.config import LoraConfig
 from protocol.config.lora_modules import LoraModule, parse_lora_module
-from protocol.peft_config import read_config
+from protocol.config.peft_config import read_config
 
 MAX_NAMES = 65_536
 LOCK_TIMEOUT_S = 5.0

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.process.turns import Account, Shares, Turns
+from protocol.turns import Account, Shares, Turns
 
 A, A2, B = Account("a"), Account("a", "second"), Account("b")
 

@@ -19,7 +19,7 @@ from protocol.adapters import (
     open_weights,
     read_config_bytes,
 )
-from protocol.peft_config import PeftConfig, read_config
+from protocol.config.peft_config import PeftConfig, read_config
 from worker_proc.adapters.matrices import LoadedAdapter, Matrix, Product
 from worker_proc.adapters.sites import Sites
 from worker_proc.native.kernels import NativeLibrary

@@ -8,7 +8,7 @@ What was proven before, for another worker, needs no limit. It has a separate la
 threads, where a grammar that takes long delays neither new ones nor those of other accounts.
 
 In each lane, accounts are served in turns and have a share of the places
-(`protocol.process.turns`).
+(`protocol.turns`).
 """
 
 import contextlib
@@ -27,7 +27,7 @@ import msgspec
 from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
 from protocol.message import MAX_TEXT, Decoder, ProtocolError
 from protocol.process.cpu_clock import cpu_seconds
-from protocol.process.turns import Account, Shares, Turns
+from protocol.turns import Account, Shares, Turns
 from worker_proc.grammar.compiler import Definition, GrammarCompiler, GrammarError
 from worker_proc.grammar.prover import LENGTH_BYTES, Proof, Task
 
