@@ -8,10 +8,12 @@ weights are kept as they are.
 
 from contextlib import ExitStack
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.modules.coded_weights import dequantized, pack_expert_weights, takes_row_codes
@@ -196,14 +198,35 @@ def fused_experts(
         )
 
 
+class _Products(TorchFunctionMode):
+    """Records the dtypes of rows that are multiplied within the context."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is functional.linear:
+            self.dtypes.add(args[0].dtype)
+        return func(*args, **(kwargs or {}))
+
+
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
-    """Return 2 if the weights of the chosen experts add up to 1, plus 1 if they are rounded."""
+    """Return 2 if the weights of the chosen experts add up to 1, plus 1 if they are rounded.
+
+    Returns None for a router with another interface, or one that multiplies in another dtype: the
+    kernel rounds logits to the dtype, which changes the choices of some rows.
+    """
     generator = make_generator(2)
+    rows = torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype)
     try:
-        _, weights, _ = router(torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype))
+        with _Products() as products:
+            _, weights, _ = router(rows)
     except (TypeError, ValueError, AttributeError, RuntimeError):
-        return None  # a module with another interface
-    if not isinstance(weights, torch.Tensor):
+        return None
+    if products.dtypes != {dtype} or not isinstance(weights, torch.Tensor):
         return None
     normalizes = bool(((weights.float().sum(dim=-1) - 1.0).abs() < MAX_ERROR[dtype]).all())
     return 2 * normalizes + (weights.dtype == dtype)

@@ -21,6 +21,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 from tests.combinations import in_turn
 from tests.worker.modules.test_fusing import DTYPES
 from worker_proc.modules import trial_candidates
+from worker_proc.modules.experts.grouped import GroupedExperts
 from worker_proc.modules.experts.mixture import (
     ExpertWeights,
     FusedExperts,
@@ -118,6 +119,29 @@ def test_blocks_of_each_kind(
         assert experts.routing.normalizes is (kind in ("mixtral", "qwen3_moe") or all_chosen)
     for rows, want in zip(inputs, wanted, strict=True):
         assert_most_rows_close(want, model(rows))
+
+
+class FloatRouter(Qwen3MoeTopKRouter):
+    """A router that multiplies in float32, as those of many families do."""
+
+    def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = nn.functional.linear(hidden_states.float(), self.weight.float())
+        weights, index = logits.softmax(-1).topk(self.top_k, dim=-1)
+        return logits, (weights / weights.sum(-1, keepdim=True)).to(hidden_states.dtype), index
+
+
+@torch.inference_mode()
+def test_a_router_that_multiplies_in_float32_keeps_its_choices(library: NativeLibrary) -> None:
+    """Logits that are rounded to bfloat16 would send some rows to other experts."""
+    model = make_block("qwen3_moe", torch.bfloat16)
+    model[0].gate.__class__ = FloatRouter
+    rows = torch.randn(1, 300, HIDDEN_SIZE).bfloat16()
+    _, weights, index = model[0].gate(rows[0])
+    fuse_modules(model, library, torch.bfloat16)
+    assert isinstance(model[0].experts, GroupedExperts)
+    _, own_weights, own_index = model[0].gate(rows[0])
+    assert torch.equal(index, own_index)
+    assert torch.equal(weights, own_weights)
 
 
 @pytest.mark.parametrize("shape", [(74, 44), (300, 160)], ids=str)
