@@ -28,6 +28,8 @@ from worker_proc.gguf.mapped import MappedFiles
 from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.rotary import rope_parameters
 
+_ALPHA = "rope.scaling.alpha"
+"""The key of a number: the base of the rotary embedding is multiplied by a power of it."""
 _MINICPM_BASE_WIDTH = 256
 """By how many times of this width logits are divided."""
 _EXAONE4_32B_LAYERS, _EXAONE4_WINDOW = 64, 4096
@@ -234,6 +236,14 @@ def hunyuan_config(metadata: Metadata, file: MappedFiles) -> Config:
     return rotated_heads(metadata) | {"attention_bias": has_bias(file, "attn_q")}
 
 
+def _hunyuan_vl(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Hunyuan-VL has for texts; its files state the base before it is scaled."""
+    own, rope = hunyuan_config(metadata, file), rope_parameters(metadata, file)
+    size, alpha = own["head_dim"], metadata.number_or_none(_ALPHA) or 1.0
+    rope["rope_theta"] *= alpha ** (size / max(size - 2, 1))
+    return own | {"rope_parameters": rope}
+
+
 def _nemotron(metadata: Metadata, file: MappedFiles) -> Config:
     return partly_rotated(metadata, file) | {
         "norm_eps": metadata.number(LAYER_NORM_EPSILON),
@@ -275,6 +285,9 @@ DENSE: Mapping[str, Architecture] = {
     "granite": Architecture("granite", "GraniteForCausalLM", granite_config, permutes=True),
     "hunyuan-dense": Architecture(
         "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", hunyuan_config, HUNYUAN
+    ),
+    "hunyuan_vl": Architecture(
+        "hunyuan_v1_dense", "HunYuanDenseV1ForCausalLM", without_images(_hunyuan_vl), HUNYUAN
     ),
     "internlm2": Architecture("llama", "LlamaForCausalLM", llama_config, permutes=True),
     "llama": Architecture("llama", "LlamaForCausalLM", llama_config, permutes=True),

@@ -116,6 +116,29 @@ def _qwen3moe(metadata: Metadata, file: MappedFiles) -> Config:
     return qwen3_config(metadata, file) | qwen_experts(metadata) | own
 
 
+def _mellum(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what Mellum-2 has; only full attention scales angles."""
+    rope = rope_parameters(metadata, file)
+    base = metadata.number(LOCAL_BASE, rope["rope_theta"])
+    window = metadata.integer(WINDOW, 0, min_value=0)
+    count = metadata.integer("block_count")
+    kinds = window_layers(metadata, 4) if window else {"layer_types": ["full_attention"] * count}
+    return {
+        **rotated_heads(metadata),
+        **used_experts(metadata),
+        **kinds,
+        "num_experts": metadata.integer("expert_count"),
+        "moe_intermediate_size": metadata.integer("expert_feed_forward_length"),
+        "norm_topk_prob": metadata.flag(NORMALIZED, default=True),
+        "attention_bias": has_bias(file, "attn_q"),
+        "sliding_window": window or None,
+        "rope_parameters": {
+            "full_attention": rope,
+            "sliding_attention": {"rope_type": "default", "rope_theta": base},
+        },
+    }
+
+
 def _olmoe(metadata: Metadata, file: MappedFiles) -> Config:
     return {
         **qwen2_config(metadata, file),
@@ -453,6 +476,7 @@ MIXTURES: Mapping[str, Architecture] = {
         "hunyuan_v1_moe", "HunYuanMoEV1ForCausalLM", _hunyuan_moe, _HUNYUAN_MOE
     ),
     "llama4": Architecture("llama4_text", "Llama4ForCausalLM", _llama4, _LLAMA4, joins=LLAMA4),
+    "mellum": Architecture("mellum", "MellumForCausalLM", _mellum, EXPERTS),
     "mimo2": Architecture(
         "mimo_v2_flash",
         "MiMoV2FlashForCausalLM",

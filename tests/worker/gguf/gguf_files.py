@@ -39,6 +39,8 @@ _WRITER_ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 """`general.architecture` by `model_type`, where they differ."""
+_NAMES_OF = {"mellum": "qwen3moe"}
+"""The architecture whose names of tensors are used for one that the package lacks."""
 PERMUTED = frozenset(
     {"llama", "ministral3", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo"}
     | {"granitemoe", "granitemoeshared", "granitemoehybrid"}
@@ -410,7 +412,8 @@ def _stored_names(
     weights: Mapping[str, torch.Tensor], architecture: str, config: PretrainedConfig
 ) -> dict[str, list[str]]:
     """Return the names of the file, with those of the checkpoint's tensors that each one holds."""
-    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    known = _NAMES_OF.get(architecture, architecture)
+    number = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == known)
     table = gguf.get_tensor_name_map(number, config.num_hidden_layers)
     found: dict[str, list[str]] = {}
     for name in weights:

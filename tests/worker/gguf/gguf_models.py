@@ -42,6 +42,7 @@ from transformers import (
     LlamaConfig,
     Mamba2Config,
     MambaConfig,
+    MellumConfig,
     MiniMaxM2Config,
     Ministral3Config,
     MistralConfig,
@@ -98,6 +99,10 @@ LATENT: dict[str, Any] = {
 DEEPSEEK_ROPE: dict[str, Any] = {
     **{"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 4.0, "mscale": 0.7},
     **{"mscale_all_dim": 0.7, "original_max_position_embeddings": 64},
+}
+MELLUM_ROPE: dict[str, Any] = {
+    **{"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0},
+    "original_max_position_embeddings": 64,
 }
 DELTA: dict[str, Any] = WIDE | {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"],
@@ -298,6 +303,19 @@ FURTHER: dict[str, Callable[[], PretrainedConfig]] = {
     "starcoder2": lambda: Starcoder2Config(**WITHOUT_HEAD_SIZE, sliding_window=None),
     "hunyuan-dense": lambda: HunYuanDenseV1Config(**WIDE),
     "hunyuan-moe": lambda: HunYuanMoEV1Config(**WIDE, num_experts=4, moe_topk=2),
+    "hunyuan_vl": lambda: HunYuanDenseV1Config(
+        **WIDE,
+        rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 1.0, "alpha": 50.0},
+    ),
+    "mellum": lambda: MellumConfig(
+        **WIDE | WINDOWS,
+        **MOE,
+        num_experts=4,
+        rope_parameters={
+            "full_attention": MELLUM_ROPE,
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+        },
+    ),
     "exaone4": lambda: Exaone4Config(**WIDE | WINDOWS),
     "exaone4_small": lambda: Exaone4Config(
         **WIDE, sliding_window=None, layer_types=["full_attention"] * 2
@@ -413,6 +431,12 @@ KEYS: dict[str, dict[str, Any]] = {
     "command-r": {"logit_scale": 0.5},
     "command-r-plus": {"logit_scale": 0.5},
     "exaone4": {"attention.sliding_window_pattern": [True, True, True, False]},
+    "hunyuan_vl": {"rope.scaling.alpha": 50.0, "rope.dimension_sections": [8, 8, 8, 8]},
+    "mellum": {
+        **{"attention.sliding_window_pattern": [True, True, True, False]},
+        **{"rope.freq_base_swa": 10_000.0, "rope.scaling.type": "yarn"},
+        **{"rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 64},
+    },
     "exaone-moe": {
         **{"expert_gating_func": 2, "expert_weights_norm": True, "nextn_predict_layers": 1},
         **{"expert_shared_count": 1, "expert_weights_scale": 2.5},
