@@ -94,6 +94,8 @@ _INDEXED: dict[str, Any] = {
 _OTHER: Mapping[str, dict[str, Any]] = {
     "apertus1p5": {"image_token_offset": 496, "audio_token_offset": 504},
     "axk1": {"head_dim": 8},
+    "beam": {"mlp_layer_types": ["dense", "sparse"]},
+    "flint": {"mlp_only_layers": [0]},
     "dory": {
         **{"num_hidden_layers": 4, "n_input_layers": 1, "n_recurrent_layers": 2},
         **{"n_output_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
@@ -141,7 +143,7 @@ _OTHER: Mapping[str, dict[str, Any]] = {
         **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
         **{"indexer_budget": MAX_LENGTH, "indexer_compress_ratio": 4},
     },
-    "step3p7": {"sliding_window": WINDOW},
+    "step3p7": {"sliding_window": WINDOW, "mlp_layer_types": ["dense", "sparse"]},
     "dots3_note": _INDEXED
     | {
         "layer_types": ["indexed_attention", "sliding_attention"],

@@ -53,7 +53,7 @@ _CONFIGS: dict[str, dict[str, Any]] = {
         **{"num_experts": 4, "expert_layer_period": 2, "expert_layer_offset": 1},
     },
     # kinds that differ from these in parts
-    "bailing_hybrid": _KIMI | {"n_group": 1, "topk_group": 1},
+    "bailing_hybrid": _KIMI | {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 1},
     "falcon_h1": SHAPE | _MAMBA2 | {"mamba_d_ssm": 128},
     "falcon_mamba": _BARE | {"state_size": 12},
     "granitemoehybrid": {
