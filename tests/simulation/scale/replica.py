@@ -92,8 +92,6 @@ class SimulatedReplica:
         self._step: SchedulerOutput | None = None
         self._ends_at = 0.0
         """When the step ends."""
-        self._min_s = 0.0
-        """Least time of each further step in which no request ends."""
         self._num_left = 0
         """Steps after which a request may end, at the earliest."""
         self._answered: list[Answered] = []
@@ -132,7 +130,21 @@ class SimulatedReplica:
         """A time before or at the next end of a request; None: there is none."""
         if not self._asked:
             return None
-        return self._ends_at + (self._num_left - 1) * self._min_s
+        return self._ends_at + (self._num_left - 1) * self._min_step_s()
+
+    def _min_step_s(self) -> float:
+        """Return the least time of each further step before `next_end`.
+
+        Each running request decodes at least, unless blocks may run out: then any may be preempted.
+        """
+        scheduler, num_left = self._scheduler, self._num_left
+        requests, running = scheduler.requests.values(), scheduler.running
+        num_wanted = sum(_num_blocks(request.num_tokens + num_left) for request in requests)
+        num_held = sum(_num_blocks(request.num_computed_tokens) for request in running)
+        if num_wanted - num_held > scheduler.kv.num_free_blocks:
+            return self._costs.seconds(1, 0, 0)
+        num_context = sum(request.num_computed_tokens for request in running)
+        return self._costs.seconds(len(running), 0, num_context)
 
     def take_answers(self) -> list[Answered]:
         """Compute until now; return what has become of the turns."""
@@ -154,14 +166,12 @@ class SimulatedReplica:
             return
         num_prompt = sum([count for count in step.num_scheduled_tokens.values() if count > 1])
         num_tokens = step.total_num_scheduled_tokens
-        running = self._scheduler.running
-        num_context = sum([request.num_computed_tokens for request in running])
+        num_context = sum([request.num_computed_tokens for request in self._scheduler.running])
         self.num_steps += 1
         self.num_computed += num_tokens
         seconds = self._costs.seconds(num_tokens - num_prompt, num_prompt, num_context)
         self.busy_s += seconds
         self._ends_at = now + seconds
-        self._min_s = self._costs.seconds(len(running), 0, num_context)
 
     def _end_step(self) -> None:
         """Take in the tokens of the step."""
@@ -207,3 +217,7 @@ class SimulatedReplica:
 
 def _num_uncached(asked: Asked) -> int:
     return max(0, len(asked.turn.prompt) - asked.num_expected)
+
+
+def _num_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_TOKENS)
