@@ -71,6 +71,12 @@ class PlaceRecord(Message, tag="Placed"):
     blocks_at: BlocksAddress
 
 
+class SentRecord(Message, tag="Sent"):
+    """An answer was sent completely; it is kept in case its end was lost."""
+
+    number: int
+
+
 class RemoveRecord(Message, tag="Forgotten"):
     """A request is over, or its client has not come back."""
 
@@ -96,6 +102,7 @@ _AnyRecord = (
     | StopRecord
     | BindRecord
     | PlaceRecord
+    | SentRecord
     | RemoveRecord
     | KeepRecord
     | DropRecord
@@ -109,6 +116,7 @@ class ReplayedRequest:
     def __init__(self, accepted: AcceptRecord) -> None:
         self.accepted = accepted
         self.histories = [History() for _ in accepted.adds]
+        self.is_sent = False
 
 
 def packed(accepted: AcceptRecord) -> AcceptRecord:
@@ -173,11 +181,10 @@ class Replay:
                 self._requests[record.number] = ReplayedRequest(unpacked(record))
         elif isinstance(record, RemoveRecord):
             self._requests.pop(record.number, None)
-        elif isinstance(record, KeepRecord):
-            self.kept.pop(record.key, None)  # to put it at the end
-            self.kept[record.key] = record.value
-        elif isinstance(record, DropRecord):
-            self.kept.pop(record.key, None)
+        elif isinstance(record, SentRecord):
+            self._mark_sent(record.number)
+        elif isinstance(record, KeepRecord | DropRecord):
+            self._keep(record)
         elif isinstance(record, StopRecord):
             if history := self._history(record.number, record.index):
                 history.stop()
@@ -188,6 +195,15 @@ class Replay:
             for row in record.rows:
                 if history := self._history(row.number, row.index):
                     history.add(row.output)  # even after its end: a snapshot repeats outputs
+
+    def _mark_sent(self, number: int) -> None:
+        if request := self._requests.get(number):
+            request.is_sent = True
+
+    def _keep(self, record: KeepRecord | DropRecord) -> None:
+        self.kept.pop(record.key, None)  # a new value belongs at the end
+        if isinstance(record, KeepRecord):
+            self.kept[record.key] = record.value
 
     def _move(self, record: BindRecord | PlaceRecord, history: History) -> None:
         """Another engine computes a sequence from here on."""

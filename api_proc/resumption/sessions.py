@@ -27,6 +27,7 @@ from api_proc.resumption.session_log import (
     Replay,
     ReplayedRequest,
     Row,
+    SentRecord,
     StopRecord,
     packed,
     resumed,
@@ -119,6 +120,8 @@ class Session:
                 yield BindRecord(number, index, fingerprint, is_exact=False)
             if history.is_stopped:
                 yield StopRecord(number, index)
+        if self.is_sent:
+            yield SentRecord(number)
 
 
 class Sessions:
@@ -287,6 +290,8 @@ class Sessions:
         if has_failed or not session.is_known or not session.histories:
             self.remove(session)
         else:
+            if session.is_sent:
+                self.journaling.write(SentRecord(session.accepted.number))
             self._expire_later(session)
 
     def remove(self, session: Session) -> None:
@@ -393,16 +398,15 @@ class Sessions:
             return False
         decoded = self._decoders[accepted.path](accepted.raw, accepted.adds)
         session = self._add(accepted, decoded, self._lease(len(accepted.raw)))
-        session.is_known = True
+        session.is_known, session.is_sent = True, request.is_sent
         self._expire_later(session)
         for add, replayed in zip(accepted.adds, request.histories, strict=True):
             self._adopt(session, add, replayed)
         self._watch_deadline(session)
-        if session.is_ended:
-            return False
-        adds = accepted.adds
-        session.lease.count_restored(adds[0].origin, len(adds))
-        return True
+        if not session.is_sent:
+            adds = accepted.adds
+            session.lease.count_restored(adds[0].origin, len(adds))
+        return not session.is_ended
 
     def _adopt(self, session: Session, add: AddRequest, replayed: History) -> None:
         history = self._new_history(session.accepted, len(session.histories))

@@ -109,6 +109,28 @@ def test_requests_that_run_without_a_connection_count_for_their_client(tmp_path:
         wait_until(lambda: not server.num_of("one") + server.num_of("two"))
 
 
+def test_after_a_restart_answers_count_until_they_are_sent(tmp_path: Path) -> None:
+    with JournaledServer(tmp_path) as server:
+        assert [server.status(name, n=2) for name in ("sent", "unsent")] == [200, 200]
+        server.wait_dropped()
+        server.proceed()
+        with server.post("sent", n=2) as response:
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        session = server.sessions._by_id["unsent"]
+        wait_until(lambda: session.is_ended and server.num_of("one") == 2)
+    for _ in range(2):  # the second one reads the snapshot of the first
+        with JournaledServer(tmp_path) as server:
+            assert server.num_of("one") == 2
+            assert server.status("more", n=MAX_OPEN - 1) == 429
+    with JournaledServer(tmp_path) as server:
+        assert server.status("more", n=2) == 200
+        server.wait_dropped()
+        with server.post("unsent", n=2) as response:
+            assert response.status_code == 200, "its client is at its bound"
+            assert response.read().endswith(b"data: [DONE]\n\n")
+        wait_until(lambda: server.num_of("one") == 2)
+
+
 def test_a_request_with_the_id_of_one_that_is_over_counts(tmp_path: Path) -> None:
     with JournaledServer(tmp_path) as server:
         assert server.status("r", n=2) == 200

@@ -186,13 +186,16 @@ async def end_without_connection(server: Server, name: str) -> None:
 
 @play
 async def test_answers_that_were_sent_make_room(tmp_path: Path) -> None:
-    """Answers whose end was not sent do not."""
+    """Also after a restart; answers whose end was not sent do not."""
     server = await Server(tmp_path, max_open_requests=2).written()
     for i in range(5):
         session = await server.accept(f"r{i}", max_tokens=2)
         with server.generation(f"r{i}", session) as generation:
             generation.resume(StreamPosition([None]))
             await read(generation, 2)
+    assert set(server.sessions._by_id) == {"r3", "r4"}
+    server.sessions.close()
+    server = await Server(tmp_path, max_open_requests=2).written()
     assert set(server.sessions._by_id) == {"r3", "r4"}
     for i in range(2):
         session = await server.accept(f"open{i}", max_tokens=2)
