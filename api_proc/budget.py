@@ -46,15 +46,27 @@ class Budget:
     """Counts open requests and their bytes; past a bound a request is rejected with 429."""
 
     def __init__(
-        self, max_requests: int, max_bytes: int, clients: ClientBudget | None = None
+        self,
+        max_requests: int,
+        max_bytes: int,
+        clients: ClientBudget | None = None,
+        *,
+        num_others: int = 0,
     ) -> None:
-        """`clients` counts the sequences of each client; by default there is no bound for them."""
+        """Make a budget in which nothing is open.
+
+        Args:
+            max_requests: bound of the open requests.
+            max_bytes: bound of the bytes that they hold.
+            clients: counts the sequences of each client; by default there is no bound for them.
+            num_others: number of the other API processes.
+        """
         self._max_requests = max_requests
         self._max_bytes = max_bytes
         self.clients = clients or ClientBudget()
-        self.foreign = ClientBudget(self.clients.max_per_client)
+        self.foreign = ClientBudget(self.clients.max_per_client * max(1, num_others))
         """Counts connections for requests of other API processes, which count the sequences: a
-        client that has reached its bound here can read what it has begun there."""
+        client that has reached its bound at each of them can read here what it has begun there."""
         self.num_requests = 0
         self.num_bytes = 0
 

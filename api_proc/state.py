@@ -84,7 +84,9 @@ class ApiState:
         self.is_draining = False
         api = config.api
         clients = ClientBudget(api.max_open_requests_per_client)
-        self.budget = Budget(api.max_open_requests, api.max_open_bytes, clients)
+        self.budget = Budget(
+            api.max_open_requests, api.max_open_bytes, clients, num_others=self.ids.count - 1
+        )
         self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
         """One of them is processed in slices, while others are tokenized."""
         self.large_answers = asyncio.Lock()

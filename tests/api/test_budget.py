@@ -57,6 +57,18 @@ def test_requests_and_sequences_of_a_client_are_bounded() -> None:
         budget.open(client="a")
 
 
+def test_a_client_may_read_here_what_it_has_begun_at_all_other_processes() -> None:
+    """As much as its bound at each of them, besides its own requests."""
+    budget = Budget(100, 100, ClientBudget(3), num_others=2)
+    foreign = [budget.open(client="a", is_foreign=True) for _ in range(2 * 3)]
+    with pytest.raises(ApiError, match=r"^max_open_requests_per_client: 6 of"):
+        budget.open(client="a", is_foreign=True)
+    for _ in range(3):
+        budget.open(client="a")
+    foreign.pop().close()
+    budget.open(client="a", is_foreign=True)
+
+
 def test_one_request_is_accepted_whatever_its_size() -> None:
     """Otherwise a bound that is too small would reject every request."""
     budget = Budget(1, 10)

@@ -420,6 +420,8 @@ def test_a_client_at_its_bound_can_read_what_another_process_owns(
         counted = (budgets[0].clients, budgets[1].clients, budgets[0].foreign)
         return [clients._num_of.total() for clients in counted]
 
+    assert budgets[0].foreign.max_per_client == (COUNT - 1) * limit
+
     for http, name in zip(pair.http, names, strict=True):
         headers = {"x-request-id": name}
         with http.stream("POST", "/v1/completions", json=body(n=limit), headers=headers) as answer:
