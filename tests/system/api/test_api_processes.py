@@ -8,10 +8,12 @@ import socket
 import threading
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
+from api_proc.http.request_ids import RequestIds
 from protocol.lifecycle import Role
 from scripts.restart import restart
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually
@@ -143,6 +145,45 @@ def test_a_stopped_process_is_left_out_of_the_sums(shared: Engine) -> None:
         os.kill(pid, signal.SIGCONT)
     (line,) = (line for line in text.splitlines() if "api_servers_answering{" in line)
     assert line.endswith(" 1.0")
+
+
+@pytest.mark.slow
+def test_requests_count_for_their_client_while_its_processes_are_replaced() -> None:
+    """It can begin no more at any moment, and can read what it has begun at any process."""
+    num_begun = 2  # at each process, with two sequences each
+    fields = body(n=2, max_tokens=2000)
+    with EngineFactory() as factory:
+        flags = ("--journal-dir", f"{factory.base}/journal", *TWO, "--null-step-ms", "5")
+        engine = factory("--max-open-requests-per-client", str(2 * num_begun), *flags)
+        engine.ready()
+        url = engine.url()
+        whole = content(Stream(url, fields).events())
+        ids = RequestIds(0, 2)
+        owned: list[list[str]] = [[], []]
+        for number in range(99):
+            owned[ids.owner_of(f"r{number}")].append(f"r{number}")
+        begun: dict[str, list[Event]] = {}
+        for name in [name for names in owned for name in names[:num_begun]]:
+            stream = Stream(url, fields, headers={"X-Request-Id": name})
+            begun[name] = take(stream, 1)
+            stream.reset()
+        eventually(lambda: metric(engine, "http_requests_open") == 0, "the client has left")
+        with ThreadPoolExecutor(1) as executor:
+            restarting = executor.submit(restart, engine._link, Role.API, TIMEOUT_S)
+            statuses = []
+            while not restarting.done():
+                statuses.append(Stream(url, body(max_tokens=1)).read_head())
+            assert restarting.result().startswith("api replaced")
+        assert set(statuses) == {429}
+        streams = {
+            name: Stream(
+                url, fields, headers={"X-Request-Id": name, "Last-Event-ID": str(seen[0].id)}
+            )
+            for name, seen in begun.items()
+        }
+        for name, stream in streams.items():
+            assert content([*begun[name], *stream.events()]) == whole
+        assert Stream(url, body(max_tokens=1)).read_head() == 200
 
 
 # Without a journal ------------------------------------------------------------------------------
