@@ -112,7 +112,8 @@ class ChildProcess:
         group.add_argument("--listen-fd", type=int, help="listening socket to serve HTTP on")
         group.add_argument("--progress-fd", type=int, help="shared page to report progress in")
         group.add_argument("--epoch", type=int, default=1, help="incarnation, ever increasing")
-        group.add_argument("--rank", type=int, default=0, help="number among the processes of its role")
+        rank_help = "number among the processes of its role"
+        group.add_argument("--rank", type=int, default=0, help=rank_help)
         settings.add_flags(parser)
         config = settings.parse_args(parser, argv)
         arguments = parser.parse_args(argv)
