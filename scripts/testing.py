@@ -35,6 +35,9 @@ TIMEOUT_S = 20.0
 LOAD_TIMEOUT_S = 90.0
 """For engines with a model."""
 _POLL_S = 0.01
+_MAX_POLL_S = 0.05
+_POLL_SHARE = 0.05
+"""The pause after a check as a share of the wait so far: a status costs the supervisor time."""
 _QUERY_TIMEOUT_S = 1.0
 _PATH = str(Path(__file__).resolve().parents[1])
 
@@ -42,12 +45,16 @@ T = TypeVar("T")
 
 
 def eventually(condition: Callable[[], T | None], what: str, timeout_s: float = TIMEOUT_S) -> T:
-    """Wait for a condition and return its first true value; TimeoutError contains `what`."""
-    deadline = time.monotonic() + timeout_s
+    """Wait for a condition and return its first true value; TimeoutError contains `what`.
+
+    The condition is checked every 10 ms at first, and later less often, up to every 50 ms.
+    """
+    began = time.monotonic()
     while not (value := condition()):
-        if time.monotonic() >= deadline:
+        waited_s = time.monotonic() - began
+        if waited_s >= timeout_s:
             raise TimeoutError(f"not within {timeout_s:g} s: {what}")
-        time.sleep(_POLL_S)
+        time.sleep(min(max(_POLL_S, _POLL_SHARE * waited_s), _MAX_POLL_S))
     return value
 
 

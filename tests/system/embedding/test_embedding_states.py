@@ -27,7 +27,10 @@ from tests.chaos import processes
 from tests.system.conftest import ROOT
 from tests.timing import within
 
-CONFIG = configure(model="null", null_step_ms=2.0, log_level="error")
+CONFIG = configure(model="null", null_step_ms=2.0, log_level="error", standby_cores=0)
+"""As few processes as there can be: nearly each test starts an engine."""
+DEFAULT = configure(model="null", null_step_ms=2.0, log_level="error")
+"""With a standby for the core."""
 WITH_STANDBY = configure(model="null", null_step_ms=2.0, log_level="error", standby_workers=1)
 """With a standby, workers are forked by a zygote and not started by the supervisor."""
 TIMEOUT_S = 30.0
@@ -159,7 +162,7 @@ def test_after_the_supervisor_was_killed_while_workers_stood_still(config: Engin
 @pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
 def test_while_it_recovers(role: Role) -> None:
     """A process was just killed, with streams open; readers get an error when the client closes."""
-    engine = start()
+    engine = start(DEFAULT)
     client = connect(engine)
     stream = client.submit([5, 6, 7], LONG)
     next(stream)
@@ -209,7 +212,7 @@ def test_client_of_a_core_that_does_not_answer(number: signal.Signals) -> None:
     """Closing does not wait for an answer."""
 
     def measure() -> dict[str, float]:
-        with start() as engine:
+        with start(DEFAULT) as engine:
             client = connect(engine)
             next(client.submit([5, 6, 7], LONG))
             send(engine, number, Role.CORE)
@@ -336,7 +339,7 @@ def test_client_whose_loop_is_held() -> None:
 def test_streams_of_a_host_survive_a_killed_core() -> None:
     """After kill -9 of the core the stream goes on with exactly the next token."""
     params = SamplingParams(max_tokens=300)
-    with start() as engine, connect(engine) as client:
+    with start(DEFAULT) as engine, connect(engine) as client:
         undisturbed = client.submit([5, 6, 7], params).result(TIMEOUT_S)
         stream = client.submit([5, 6, 7], params)
         token_ids = list(next(stream).token_ids)
