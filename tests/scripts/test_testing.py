@@ -44,6 +44,7 @@ def test_documented_example_passes(tmp_path: Path) -> None:
     assert "1 passed" in done.stdout
 
 
+@pytest.mark.slow  # test_serves_and_survives_the_death_of_each_process kills in the same way
 def test_every_role_is_replaced_and_serves_again() -> None:
     with EngineFactory() as start_engine:
         engine = start_engine()

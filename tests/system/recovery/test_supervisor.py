@@ -239,7 +239,7 @@ def test_only_the_supervisor_holds_the_pipes_its_death_would_close(
 
 def test_second_supervisor_needs_another_run_dir(start_engine: EngineFactory) -> None:
     """A directory has one supervisor; its successor continues its epochs."""
-    first = start_engine()
+    first = start_engine("--no-api")
     highest = max(row.epoch for row in first.ready().processes)
     second = run_command(start_engine, "scripts.supervisor", "null", "--run-dir", first.run_dir)
     assert second.returncode == 1

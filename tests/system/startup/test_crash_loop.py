@@ -67,7 +67,7 @@ def test_new_requests_are_sent_away_and_open_ones_held(
 def test_giving_up_ends_with_status_1(start_engine: EngineFactory, tmp_path: Path) -> None:
     """The supervisor ends with a status that a restarter notices."""
     start_engine.environ[failpoints.VARIABLE] = str(tmp_path)
-    engine = start_engine("--restart-backoff-max-s", "0.5", "--give-up-after-s", "1")
+    engine = start_engine("--no-api", "--restart-backoff-max-s", "0.5", "--give-up-after-s", "1")
     engine.ready()
     break_worker(engine, tmp_path)
     assert engine.process.wait(60.0) == 1
