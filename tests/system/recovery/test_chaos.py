@@ -17,7 +17,7 @@ from protocol.process.failpoints import (
     arm,
 )
 from scripts.testing import EngineFactory, eventually
-from tests.chaos import processes
+from tests.chaos import configurations, processes
 from tests.chaos.__main__ import main
 from tests.chaos.engine import Engine as ChaosEngine
 from tests.system.conftest import EnginePool
@@ -103,6 +103,13 @@ def test_matrix_of_ranks(dtype: str) -> None:
     flags = ("--tensor-parallel-size", "2", "--num-threads", "1", "--standby-workers", "1")
     arguments = ("--matrix", "--model", "demo", "--faults", "worker")
     assert main([*arguments, "--", *flags, "--dtype", dtype]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_random_configurations() -> None:
+    """Worker, core and API die in engines with several settings drawn at random."""
+    assert configurations.main(["--count", "20"]) == 0
 
 
 def test_whole_engine_is_found_without_asking_it() -> None:
