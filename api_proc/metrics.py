@@ -36,6 +36,9 @@ VLLM_NAMES = frozenset(
         *("request_time_per_output_token_seconds", "e2e_request_latency_seconds"),
         *("request_prompt_tokens", "request_generation_tokens"),
         *("request_params_n", "request_params_max_tokens"),
+        *("request_queue_time_seconds", "request_prefill_time_seconds"),
+        *("request_decode_time_seconds", "request_inference_time_seconds"),
+        *("request_prefill_kv_computed_tokens", "request_max_num_generation_tokens"),
     )
 )
 """Metrics that vLLM has, too; counters without `_total`."""
@@ -202,6 +205,34 @@ class Metrics:
         self._slow_readers = take(1)
         self._measured = take(len(_API_COUNTERS))
         self._measured_before = list(self._measured)
+        # These follow the numbers that a predecessor of an older version has begun.
+        self.queue_time = Histogram(
+            "request_queue_time_seconds",
+            "Acceptance to first admission to the running set.",
+            _E2E_S,
+            take,
+        )
+        self.prefill_time = Histogram(
+            "request_prefill_time_seconds", "First admission to first token.", _E2E_S, take
+        )
+        self.decode_time = Histogram(
+            "request_decode_time_seconds", "First token to last token.", _E2E_S, take
+        )
+        self.inference_time = Histogram(
+            "request_inference_time_seconds", "First admission to last token.", _E2E_S, take
+        )
+        self.prefill_kv_computed_tokens = Histogram(
+            "request_prefill_kv_computed_tokens",
+            "Prompt tokens per request without those found in the prefix cache.",
+            _TOKENS,
+            take,
+        )
+        self.max_num_generation_tokens = Histogram(
+            "request_max_num_generation_tokens",
+            "Output tokens of the longest of a prompt's sequences.",
+            _TOKENS,
+            take,
+        )
 
     @property
     def histograms(self) -> list[Histogram]:

@@ -358,8 +358,20 @@ class EngineCore:
             self._num_steps += 1
             self.quarantine.dispatched(step)
             self.progress.dispatched(step)
+            self._note_admissions(step)
         self._end_call()
         return step
+
+    def _note_admissions(self, step: SchedulerOutput) -> None:
+        """Note how long the requests that a step introduces have waited, if it is the first time.
+
+        A preemption or a lost worker does not change it, as the request has begun.
+        """
+        for new in step.scheduled_new_reqs:
+            request = self.scheduler.requests[new.req_id]
+            owner = request.owner
+            if isinstance(owner, Owner) and owner.queue_time_s is None and request.is_fresh:
+                owner.queue_time_s = max(0.0, self.now - request.arrival_time)
 
     def _end_call(self) -> None:
         self._refusals.send_failures()

@@ -201,6 +201,11 @@ class Request:
     def is_finished(self) -> bool:
         return self.finish_reason is not None
 
+    @property
+    def is_fresh(self) -> bool:
+        """Whether it arrived without outputs of an earlier life."""
+        return self.num_arrived_tokens == self.num_prompt_tokens
+
     def has_begun(self) -> bool:
         """Return whether it has been admitted before, here or in an earlier life."""
         return self.num_cached_tokens is not None or self.num_output_tokens > 0

@@ -247,6 +247,9 @@ class RequestOutput(Record):
     num_computed_tokens: Count | None = None
     """With `return_progress`: how many prompt tokens have KV. Only outputs without tokens have
     it."""
+    queue_time_s: Annotated[float, Meta(ge=0.0)] | None = None
+    """Seconds from the request's acceptance to its first admission; sent with the first token, but
+    not if the request had outputs when it came to this core."""
 
 
 class StepOutputs(Message):

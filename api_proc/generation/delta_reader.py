@@ -37,6 +37,7 @@ class DeltaReader:
         self._prompts_read: list[asyncio.Event] = []
         """For each prompt, set when its log probabilities have arrived."""
         self._is_cancelled = False
+        self._sequences: Sequence[OutputSequence] = ()
         self._histories: Sequence[History] = ()
         self._position: StreamPosition | None = None
         self._on_skipped: OnSkipped | None = None
@@ -58,7 +59,8 @@ class DeltaReader:
             position: the end of an earlier answer, which this one continues.
             on_skipped: receives the deltas that the earlier answer contained.
         """
-        self._histories, self._position, self._on_skipped = histories, position, on_skipped
+        self._sequences, self._histories = sequences, histories
+        self._position, self._on_skipped = position, on_skipped
         self._prompts_read = [asyncio.Event() for _ in sequences[:: self._num_each]]
         if len(sequences) == 1:
             [sequence] = sequences
@@ -140,6 +142,15 @@ class DeltaReader:
         assert sequence.finish_reason is not None
         if not self._histories or self._histories[sequence.index].count_end():
             times.ended(sequence)
+            self._count_longest(sequence)
         if sequence.finish_reason in (FinishReason.ABORT, FinishReason.ERROR):
             message = f"the engine ended the request: {sequence.finish_reason}"
             raise RequestFailed(RequestError(ErrorCode.INTERNAL, message))
+
+    def _count_longest(self, ended: OutputSequence) -> None:
+        """Record the longest of a prompt's sequences once all have ended."""
+        first = ended.index - ended.index % self._num_each
+        group = self._sequences[first : first + self._num_each]
+        if all(sequence.finish_reason is not None for sequence in group):
+            longest = max(sequence.num_output_tokens for sequence in group)
+            self._metrics.max_num_generation_tokens.observe(longest)

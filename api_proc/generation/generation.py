@@ -100,6 +100,7 @@ class Generation:
         self._connection.scope[GENERATION_KEY] = GenerationRecord(
             sum(len(prompt.token_ids) for prompt in self.prompts),
             0 if self._body.is_echo_alone else self._num_output_tokens,
+            self._queue_time_s,
             self._reader.time_to_first_token_s,
             is_sent,
         )
@@ -229,7 +230,7 @@ class Generation:
             else:
                 stream = self._sessions.submit(self._session, prompt, nth, **options)
                 self._readers.append(stream)
-            self._add(stream, prompt_token_ids, nth)
+            self._add(stream, prompt_token_ids, nth, accepted_at=time.monotonic())
             yield
         self._metrics.params_n.observe(num_sequences)
         self._metrics.params_max_tokens.observe(params.max_tokens)
@@ -298,7 +299,14 @@ class Generation:
             params = self._session.accepted.adds[index].sampling_params
             self._add(reader, prompt.token_ids, params)
 
-    def _add(self, stream: TokenStream, prompt_token_ids: TokenIds, params: SamplingParams) -> None:
+    def _add(
+        self,
+        stream: TokenStream,
+        prompt_token_ids: TokenIds,
+        params: SamplingParams,
+        *,
+        accepted_at: float | None = None,
+    ) -> None:
         body = self._body
         text = self._state.text
         tokenizer = text.tokenizer
@@ -322,6 +330,7 @@ class Generation:
             ),
             parser=parser,
             reasoning=None if parser is None else parser.reasoning_counter(tokenizer.token_bytes),
+            accepted_at=accepted_at,
         )
         if body.num_prompt_logprobs is not None and params.prompt_logprobs is None:
             first = self.sequences[sequence.index - sequence.index % body.num_sequences]
@@ -364,6 +373,12 @@ class Generation:
     @property
     def _num_output_tokens(self) -> int:
         return sum(sequence.num_output_tokens for sequence in self.sequences)
+
+    @property
+    def _queue_time_s(self) -> float | None:
+        """Seconds until the engine began with any sequence."""
+        known = (sequence.queue_time_s for sequence in self.sequences)
+        return min((seconds for seconds in known if seconds is not None), default=None)
 
     def slot(self) -> Slot:
         num_output_tokens = self._num_output_tokens

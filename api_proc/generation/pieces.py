@@ -32,6 +32,7 @@ def pieces(output: RequestOutput, num_first: int) -> Iterator[RequestOutput]:
             None if start else output.num_cached_tokens,
             None if output.logprobs is None else output.logprobs[start:end],
             None if start else output.prompt_logprobs,
+            queue_time_s=None if start else output.queue_time_s,
         )
         if is_last:
             return

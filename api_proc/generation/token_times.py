@@ -31,10 +31,25 @@ class TokenTimes:
 
     def ended(self, sequence: OutputSequence) -> None:
         """Record the end of the sequence."""
-        self._metrics.count_end(str(sequence.finish_reason))
-        self._metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
+        metrics = self._metrics
+        metrics.count_end(str(sequence.finish_reason))
+        metrics.e2e_request_latency.observe(time.monotonic() - self._arrival)
         num_tokens = sequence.num_output_tokens
-        self._metrics.generation_tokens.observe(num_tokens)
+        metrics.generation_tokens.observe(num_tokens)
+        num_computed = sequence.num_prompt_tokens - sequence.num_cached_tokens
+        metrics.prefill_kv_computed_tokens.observe(num_computed)
         if num_tokens > 1:
             between_s = (self._last - self._first) / (num_tokens - 1)
-            self._metrics.time_per_output_token.observe(between_s)
+            metrics.time_per_output_token.observe(between_s)
+        if sequence.queue_time_s is not None:
+            metrics.queue_time.observe(sequence.queue_time_s)
+            if sequence.accepted_at is not None and self._first:
+                self._computed(sequence.accepted_at + sequence.queue_time_s)
+
+    def _computed(self, began: float) -> None:
+        """Record the times of a sequence with which the engine began at `began`."""
+        decode_s = self._last - self._first
+        prefill_s = max(0.0, self._first - began)
+        self._metrics.prefill_time.observe(prefill_s)
+        self._metrics.decode_time.observe(decode_s)
+        self._metrics.inference_time.observe(prefill_s + decode_s)

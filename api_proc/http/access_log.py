@@ -38,6 +38,8 @@ class GenerationRecord(NamedTuple):
 
     num_prompt_tokens: int
     num_output_tokens: int
+    queue_time_s: float | None
+    """Seconds until the engine began with it."""
     time_to_first_token_s: float | None
     is_sent: bool
     """False: it failed, or its client has disconnected."""
@@ -112,11 +114,10 @@ class AccessLogger:
     def _text(self, request: EndedRequest) -> str:
         scope, tokens = request.scope, ""
         if (record := request.generation) is not None:
-            first_s = record.time_to_first_token_s
-            first = "-" if first_s is None else f"{first_s * 1000:.0f} ms"
             tokens = (
                 f" prompt {record.num_prompt_tokens} output {record.num_output_tokens}"
-                f" first {first}"
+                f" queue {_shown(record.queue_time_s)}"
+                f" first {_shown(record.time_to_first_token_s)}"
             )
             tokens += "" if record.is_sent or request.is_error else " unfinished"
         return (
@@ -139,10 +140,11 @@ class AccessLogger:
             "duration_s": round(request.duration_s, 4),
         }
         if (record := request.generation) is not None:
-            first_s = record.time_to_first_token_s
             fields["prompt_tokens"] = record.num_prompt_tokens
             fields["output_tokens"] = record.num_output_tokens
-            fields["time_to_first_token_s"] = None if first_s is None else round(first_s, 4)
+            for name in ("queue_time_s", "time_to_first_token_s"):
+                seconds: float | None = getattr(record, name)
+                fields[name] = None if seconds is None else round(seconds, 4)
             if record.is_sent or not request.is_error:
                 fields["finished"] = record.is_sent
         return msgspec.json.encode(fields).decode() + "\n"
@@ -216,6 +218,10 @@ class AccessLogMiddleware:
             if self._logger.wants(scope["path"], status, now):
                 duration_s = time.perf_counter() - started
                 self._logger.log(EndedRequest(scope, status, now, duration_s))
+
+
+def _shown(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1000:.0f} ms"
 
 
 def _path(scope: Scope) -> str:

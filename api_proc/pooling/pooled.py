@@ -135,7 +135,7 @@ class PooledRequests:
             for _stream in self._streams[self._num_read :]:
                 metrics.count_end(self._end)
         is_sent = self._num_read == len(self._prompts)
-        record = GenerationRecord(self._num_tokens, 0, None, is_sent=is_sent)
+        record = GenerationRecord(self._num_tokens, 0, None, None, is_sent)
         self._connection.scope[GENERATION_KEY] = record
         self._cancel()
         self._state.open_requests.remove(self)

@@ -33,6 +33,7 @@ class History:
         self.logprobs: list[TokenLogprobs] = []  # one for each token, or empty
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_cached_tokens: int | None = None
+        self.queue_time_s: float | None = None
         self.num_computed_tokens = 0  # of the prompt, if the request reports them
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
@@ -66,6 +67,8 @@ class History:
             return  # the tokens before it were lost, and will be computed again together with it
         if self.num_cached_tokens is None:
             self.num_cached_tokens = output.num_cached_tokens
+        if self.queue_time_s is None:
+            self.queue_time_s = output.queue_time_s
         for part in output.prompt_logprobs or []:
             self._add_prompt(part)
         if self.finish_reason is not None:
@@ -145,6 +148,7 @@ class History:
             None if first else self.num_cached_tokens,
             self.logprobs[first:end] if self.logprobs else None,
             (self.prompt_logprobs or None) if with_prompt and not first else None,
+            queue_time_s=None if first else self.queue_time_s,
         )
 
     async def changed(self) -> None:

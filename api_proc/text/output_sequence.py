@@ -81,8 +81,14 @@ class OutputSequence:
         stop: StopStrings,
         parser: OutputParser | None = None,
         reasoning: ReasoningCounter | None = None,
+        accepted_at: float | None = None,
     ) -> None:
-        """`reasoning` counts the tokens of an output that has a parser."""
+        """`reasoning` counts the tokens of an output that has a parser.
+
+        `accepted_at` is the time of its submission on the monotonic clock; None: it was submitted
+        before its outputs were read here.
+        """
+        self.accepted_at = accepted_at
         self.parser = parser
         self.reasoning = reasoning
         self.index = index
@@ -90,6 +96,8 @@ class OutputSequence:
         self.num_prompt_tokens = num_prompt_tokens
         self.num_output_tokens = 0
         self.num_cached_tokens = 0
+        self.queue_time_s: float | None = None
+        """Seconds until the engine began with it; None: not known."""
         self.finish_reason: str | None = None
         self.prompt_logprobs: list[TokenLogprobs | None] = [None]  # the first token has none
         """By position; None for the first token."""
@@ -119,6 +127,8 @@ class OutputSequence:
     def _add_prompt_info(self, output: RequestOutput) -> None:
         if output.num_cached_tokens is not None and self.num_output_tokens == 0:
             self.num_cached_tokens = output.num_cached_tokens
+        if self.queue_time_s is None:
+            self.queue_time_s = output.queue_time_s
         for part in output.prompt_logprobs or []:
             known = self.prompt_logprobs
             assert part.first_position <= len(known)

@@ -15,7 +15,10 @@ class Owner:
 
     client: Client
     request_id: int
-    sent_cached: bool = False
+    queue_time_s: float | None = None
+    """Seconds from the request's acceptance to its first admission; None until then, and for a
+    request that came with outputs."""
+    sent_first: bool = False
     next_prompt_position: int = 0
     num_reported_tokens: int = 0
     """Prompt tokens whose progress was reported, for requests that ask for it."""

@@ -30,10 +30,12 @@ def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> R
     """Return the row with the tokens of a step for one request, and its end."""
     request, token_ids = result.request, result.new_token_ids
     first_index = len(request.token_ids) - request.num_prompt_tokens - len(token_ids)
-    if owner.sent_cached and not output.logprobs and result.finish_reason is None:
+    if owner.sent_first and not output.logprobs and result.finish_reason is None:
         return RequestOutput(owner.request_id, first_index, token_ids)
-    num_cached = None if owner.sent_cached else request.num_cached_tokens
-    owner.sent_cached = True
+    num_cached = queue_time_s = None
+    if not owner.sent_first:
+        num_cached, queue_time_s = request.num_cached_tokens, owner.queue_time_s
+        owner.sent_first = True
     if request.sampling_params.pooling is not None:
         return RequestOutput(
             owner.request_id,
@@ -42,6 +44,7 @@ def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> R
             FinishReason.STOP,
             num_cached_tokens=num_cached,
             embedding=output.pooled[request.req_id],
+            queue_time_s=queue_time_s,
         )
     logprobs = output.logprobs.get(request.req_id)
     return RequestOutput(
@@ -52,4 +55,5 @@ def output_row(result: StepResult, owner: Owner, output: ModelRunnerOutput) -> R
         result.stop_token_id,
         num_cached,
         None if logprobs is None else logprobs[: len(token_ids)],
+        queue_time_s=queue_time_s,
     )

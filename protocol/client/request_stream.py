@@ -133,6 +133,7 @@ def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
         return list(chain.from_iterable(column or () for column in columns)) or None
 
     cached = (output.num_cached_tokens for output in outputs)
+    queued = (output.queue_time_s for output in outputs)
     return RequestOutput(
         first.request_id,
         first.first_index,
@@ -144,4 +145,5 @@ def merge(outputs: Sequence[RequestOutput]) -> RequestOutput:
         join(output.prompt_logprobs for output in outputs),
         last.embedding,
         last.num_computed_tokens,
+        next((seconds for seconds in queued if seconds is not None), None),
     )

@@ -41,6 +41,8 @@ from protocol.sampling import FinishReason, SamplingParams
 
 EOS_ID = 2
 FACTS = ModelFacts("null", 1000, 512, 16, 200, [EOS_ID], embedding_size=16)
+QUEUE_TIME_S = 0.25
+"""What the engine states for each sequence."""
 REPLY = "The quick brown fox jumps over the lazy dog. "
 
 Script = Callable[[AddRequest], Iterator[RequestOutput]]
@@ -90,6 +92,7 @@ def emitting(token_ids: list[int], *, per_output: int = 1) -> Script:
                 if params.logprobs is not None
                 else None,
                 prompt_logprobs=prompt_part(add) if first == 0 else None,
+                queue_time_s=QUEUE_TIME_S if first == 0 else None,
             )
 
     return script

@@ -21,6 +21,7 @@ from protocol.config import AccessLog, LogFormat
 from protocol.config.settings import configure
 from tests.api.fake_engine import (
     FACTS,
+    QUEUE_TIME_S,
     FakeClient,
     LiveServer,
     emitting,
@@ -75,13 +76,17 @@ def test_lines_have_status_tokens_times_and_id_but_no_text(log: Log) -> None:
         first = json.loads(lines[0])
         assert (first["path"], first["status"]) == ("/v1/completions", 200)
         assert first["output_tokens"] == 6
+        assert first["queue_time_s"] == QUEUE_TIME_S
         assert 0 <= first["time_to_first_token_s"] <= first["duration_s"] < 5
         assert [json.loads(line)["status"] for line in lines] == [200, 200, 200, 400, 401, 404, 200]
         assert json.loads(lines[2])["output_tokens"] == 12
         assert "output_tokens" not in json.loads(lines[4])
         assert json.loads(lines[6])["output_tokens"] == 0
     else:
-        shape = r"\S+ \[api\] POST /v1/completions 200 prompt \d+ output 6 first \d+ ms total \d+"
+        shape = (
+            r"\S+ \[api\] POST /v1/completions 200 prompt \d+ output 6"
+            r" queue 250 ms first \d+ ms total \d+"
+        )
         assert re.match(shape, lines[0]), lines[0]
         assert re.match(shape, lines[1])
         assert " output 12 " in lines[2]

@@ -50,15 +50,17 @@ def test_repeated_outputs_count_once() -> None:
 def test_readers_read_all_from_the_beginning_and_wait_for_more() -> None:
     async def play() -> None:
         history = History(ignore)
-        history.deliver(out(0, 5, num_cached_tokens=3))
+        history.deliver(out(0, 5, num_cached_tokens=3, queue_time_s=0.5))
         early, late = (HistoryReader(history, lambda: None) for _ in range(2))
-        assert await anext(early) == out(0, 5, num_cached_tokens=3)
+        assert await anext(early) == out(0, 5, num_cached_tokens=3, queue_time_s=0.5)
         waiting = asyncio.create_task(anext(early))
         await asyncio.sleep(0)
         history.deliver(out(1, 6, 7, finish_reason=STOP))
         assert await waiting == out(1, 6, 7, finish_reason=STOP)
         assert late.num_unread == 2  # tokens from before it began do not count
-        assert await anext(late) == out(0, 5, 6, 7, finish_reason=STOP, num_cached_tokens=3)
+        assert await anext(late) == out(
+            0, 5, 6, 7, finish_reason=STOP, num_cached_tokens=3, queue_time_s=0.5
+        )
         for reader in (early, late):
             with pytest.raises(StopAsyncIteration):
                 await anext(reader)
@@ -204,7 +206,14 @@ def test_parts_and_outputs_between_them_add_up_to_the_history(
         return RequestOutput(0, first, ids, logprobs=logprobs, **rest)
 
     history = History(ignore)
-    history.add(output(0, list(range(num_tokens)), num_cached_tokens=4 if num_tokens else None))
+    history.add(
+        output(
+            0,
+            list(range(num_tokens)),
+            num_cached_tokens=4 if num_tokens else None,
+            queue_time_s=0.5 if num_tokens else None,
+        )
+    )
     rows: list[OutputRecord | StopRecord] = []
     for i, part in enumerate(history.parts()):
         rows.append(OutputRecord([Row(1, 0, part)]))

@@ -16,7 +16,14 @@ from protocol.config.settings import configure
 from protocol.lifecycle import HEALTH_HOLDS_S, REPEAT_S, Health
 from protocol.process.version import version
 from tests.api.conftest import MakeServer
-from tests.api.fake_engine import FACTS, FakeClient, LiveServer, ids_of, wait_until
+from tests.api.fake_engine import (
+    FACTS,
+    QUEUE_TIME_S,
+    FakeClient,
+    LiveServer,
+    ids_of,
+    wait_until,
+)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +246,11 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     assert value("request_generation_tokens_sum") == 10 + 2 * 9
     assert value("request_prompt_tokens_sum") == 10
     assert value("request_params_n_sum") == 3
+    assert value("request_queue_time_seconds_sum") == 3 * QUEUE_TIME_S
+    for part in ("prefill", "decode", "inference"):
+        assert value(f"request_{part}_time_seconds_count") == 3
+    assert value("request_prefill_kv_computed_tokens_sum") == 3 * 5
+    assert value("request_max_num_generation_tokens_sum") == 10 + 9
     assert value("core_loop_seconds_count") == 8
     assert value("core_loop_seconds_bucket", le="0.0001") == 7
     assert value("core_loop_seconds_sum") == 0.25

@@ -40,8 +40,11 @@ def test_each_client_gets_its_own_outputs_under_its_own_numbers() -> None:
     assert engine.add(CLIENT, add(1, max_tokens=2)) is None
     assert engine.add(OTHER, add(1, max_tokens=1)) is None
     assert list(run_all(engine)) == [
-        (CLIENT, RequestOutput(1, 0, [7], num_cached_tokens=0)),
-        (OTHER, RequestOutput(1, 0, [7], FinishReason.LENGTH, num_cached_tokens=0)),
+        (CLIENT, RequestOutput(1, 0, [7], num_cached_tokens=0, queue_time_s=0.0)),
+        (
+            OTHER,
+            RequestOutput(1, 0, [7], FinishReason.LENGTH, num_cached_tokens=0, queue_time_s=0.0),
+        ),
         (CLIENT, RequestOutput(1, 1, [7], FinishReason.LENGTH)),
     ]
 

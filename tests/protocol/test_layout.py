@@ -17,7 +17,7 @@ MODULES = [
     *("adapters", "api_core", "core_worker", "kv_events", "lifecycle", "sampling", "zygote_link"),
     *("process.host_agents", "stores.block_link"),
 ]
-LAYOUT = (14, "05906ed16c508915")
+LAYOUT = (15, "ae9fe7bdfb3525c1")
 """The version, and the digest of all fields that messages of this version have."""
 
 
