@@ -34,17 +34,16 @@ from api_proc.http.middleware import (
 from api_proc.openai import token_routes
 from api_proc.openai.chat import CHAT
 from api_proc.openai.completions import COMPLETIONS
-from api_proc.openai.generate import GENERATE, generate
+from api_proc.openai.generate import GENERATE
 from api_proc.openai.invocations import invoke
 from api_proc.operation import admin_routes, info_routes, load_routes
 from api_proc.page import routes as page
 from api_proc.peers import sums
-from api_proc.peers.forwarding import is_foreign
 from api_proc.pooling import scores
 from api_proc.pooling.classify import classify
 from api_proc.pooling.embeddings import create_embeddings
 from api_proc.responses import routes as response_routes
-from api_proc.responses.create import RESPONSES, count_input, create_response
+from api_proc.responses.create import RESPONSES, count_input
 from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
 
@@ -54,7 +53,7 @@ _ROUTES = (
     ("POST", COMPLETIONS.path, COMPLETIONS.serve),
     ("POST", CHAT.path, CHAT.serve),
     ("POST", MESSAGES.path, MESSAGES.serve),
-    ("POST", GENERATE.path, generate),
+    ("POST", GENERATE.path, GENERATE.serve),
     ("POST", "/v1/messages/count_tokens", count_tokens),
     ("GET", "/v1/models", info_routes.list_models),
     ("GET", "/v1/models/{name:path}", info_routes.show_model),
@@ -77,7 +76,7 @@ _ROUTES = (
     ("POST", "/v2/rerank", scores.rerank),
     ("POST", "/classify", classify),
     ("POST", "/invocations", invoke),
-    ("POST", "/v1/responses", create_response),
+    ("POST", RESPONSES.path, RESPONSES.serve),
     ("POST", "/v1/responses/input_tokens", count_input),
     ("GET", "/v1/responses/{response_id}", response_routes.show_response),
     ("DELETE", "/v1/responses/{response_id}", response_routes.delete_response),
@@ -179,9 +178,6 @@ class _Endpoint:
         interval_s, budget = self.keep_alive_interval_s, self.state.budget
         connection = Connection(scope, receive, send, interval_s, budget)
         connection.is_forwarded = self.is_forwarded
-        if self.state.sessions is not None:
-            connection.session_lease = self.state.sessions.lease_of(connection.request_id)
-            connection.is_foreign = is_foreign(self.state, connection)
         try:
             await self.handler(self.state, connection)
         except ApiError as error:

@@ -21,7 +21,7 @@ from api_proc.generation.structured import grammar_of, name_field
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoding, Turn
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
-from api_proc.peers.forwarding import forward_session
+from api_proc.peers.forwarding import forward_session, note_session
 from api_proc.resumption.event_ids import ParsePosition, StreamPosition, parse_event_id
 from api_proc.resumption.sessions import DecodedRequest, Session, request_not_found
 from api_proc.state import ApiState
@@ -49,6 +49,10 @@ MakeParams = Callable[[TokenIds], SamplingParams]
 """Returns the parameters for a prompt."""
 
 
+def _unchanged(error: ApiError) -> ApiError:
+    return error
+
+
 @dataclass(frozen=True, kw_only=True)
 class GenerationApi(Generic[Body]):
     """A route that generates text."""
@@ -66,9 +70,18 @@ class GenerationApi(Generic[Body]):
     constrain: Callable[[ApiState, Body, TokenIds, SamplingParams], SamplingParams] | None = None
     """Adds the constraints on the output of a prompt."""
     parse_position: ParsePosition = parse_event_id
+    shown_error: Callable[[ApiError], ApiError] = _unchanged
+    """Returns an error with the names that fields have in this route's bodies."""
 
     async def serve(self, state: ApiState, connection: Connection) -> None:
         """Handle one request; raises `ApiError` only before anything was sent."""
+        try:
+            await self._serve(state, connection)
+        except ApiError as error:
+            raise self.shown_error(error) from None
+
+    async def _serve(self, state: ApiState, connection: Connection) -> None:
+        note_session(state, connection)
         raw = await connection.read_body(state.config.api.max_body_bytes)
         if await forward_session(state, connection, raw):
             return
@@ -199,14 +212,28 @@ class GenerationApi(Generic[Body]):
         except RequestFailed as failure:
             generation.note_failure(failure)
             error = name_field(failure.error, body)
-            await _fail(connection, answer, from_request_error(error, self.prompt_param))
+            await self._fail(connection, answer, from_request_error(error, self.prompt_param))
         except ApiError as error:  # about the client's position; the request itself has not failed
-            await _fail(connection, answer, error, is_final=False)
+            await self._fail(connection, answer, error, is_final=False)
         except Exception:
             if not (body.stream and connection.response_started):
                 raise
             log.exception("request %s failed", connection.request_id)
-            await _fail(connection, answer, internal())
+            await self._fail(connection, answer, internal())
+
+    async def _fail(
+        self, connection: Connection, answer: Answer, error: ApiError, *, is_final: bool = True
+    ) -> None:
+        """Send an error as an event if the status line has been sent; otherwise raise it.
+
+        `is_final`: the response ends this way for other connections too.
+        """
+        if not connection.response_started:
+            raise error
+        frames = answer.failure(self.shown_error(error))
+        if is_final:
+            await answer.keep()
+        await connection.send_frames(frames, more=False)
 
     def _position(self, session: Session, last_event_id: str | None) -> StreamPosition:
         """Return the position at which the response continues."""
@@ -299,18 +326,3 @@ async def _send_step(connection: Connection, renderer: _Renderer, step: Step) ->
             pieces, num_bytes = [], 0
             if i < len(step):
                 await asyncio.sleep(0)  # let other requests run between the pieces
-
-
-async def _fail(
-    connection: Connection, answer: Answer, error: ApiError, *, is_final: bool = True
-) -> None:
-    """Send an error as an event if the status line has been sent; otherwise raise it.
-
-    `is_final`: the response ends this way for other connections too.
-    """
-    if not connection.response_started:
-        raise error
-    frames = answer.failure(error)
-    if is_final:
-        await answer.keep()
-    await connection.send_frames(frames, more=False)

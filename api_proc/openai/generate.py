@@ -25,13 +25,11 @@ from api_proc.bodies import (
 )
 from api_proc.errors import ApiError
 from api_proc.generation.serving import GenerationApi
-from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs, token_text_of
 from api_proc.openai.objects import ChatLogprobs, PromptLogprobList, Usage
 from api_proc.openai.reply import chunk_answers
-from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.tokenizer import TextTokenizer
 from protocol import sampling
@@ -178,23 +176,6 @@ class GenerateFormat:
         return generated
 
 
-GENERATE: GenerationApi[TokensCompletion] = GenerationApi(
-    path=PATH,
-    decode=_Decoder(),
-    prompt_param="token_ids",
-    tokenize=COMPLETIONS.tokenize,
-    restore_prompts=COMPLETIONS.restore_prompts,
-    make_answer=chunk_answers(GenerateFormat, "", Generated),
-)
-
-
-async def generate(state: ApiState, connection: Connection) -> None:
-    try:
-        await GENERATE.serve(state, connection)
-    except ApiError as error:
-        raise _renamed(error) from None
-
-
 def _renamed(error: ApiError) -> ApiError:
     """Return an error of the route of completions with the names of this route."""
     param = error.param
@@ -209,3 +190,14 @@ def _renamed(error: ApiError) -> ApiError:
     if message.startswith(param):
         message = new + message[len(param) :]
     return ApiError(error.status, message, param=new, code=error.code, headers=error.headers)
+
+
+GENERATE: GenerationApi[TokensCompletion] = GenerationApi(
+    path=PATH,
+    decode=_Decoder(),
+    prompt_param="token_ids",
+    tokenize=COMPLETIONS.tokenize,
+    restore_prompts=COMPLETIONS.restore_prompts,
+    make_answer=chunk_answers(GenerateFormat, "", Generated),
+    shown_error=_renamed,
+)

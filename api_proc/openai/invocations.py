@@ -7,6 +7,7 @@ from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.chat import CHAT
 from api_proc.openai.completions import COMPLETIONS
+from api_proc.peers.forwarding import note_session
 from api_proc.pooling.classify import classify
 from api_proc.pooling.embeddings import create_embeddings
 from api_proc.pooling.scores import create_scores, rerank
@@ -31,6 +32,7 @@ _decode = BodyDecoder(InvocationBody)
 
 async def invoke(state: ApiState, connection: Connection) -> None:
     """POST /invocations; classifies `input` if the model has labels, and otherwise embeds it."""
+    note_session(state, connection)
     raw = await connection.read_body(state.config.api.max_body_bytes)
     with Turn(state.large_requests) as turn:
         _, names = await _decode.in_slices(raw, turn)

@@ -22,7 +22,17 @@ async def forward_to_owner(
     return await state.peers.forward(connection, request_id, body, timeout_s=timeout_s)
 
 
-def is_foreign(state: ApiState, connection: Connection) -> bool:
+def note_session(state: ApiState, connection: Connection) -> None:
+    """Note what counts a generation that may be in a journal, before its body is read.
+
+    Requests for other routes count by themselves, whatever their ids are.
+    """
+    if state.sessions is not None:
+        connection.session_lease = state.sessions.lease_of(connection.request_id)
+        connection.is_foreign = _is_foreign(state, connection)
+
+
+def _is_foreign(state: ApiState, connection: Connection) -> bool:
     """Return whether another process owns this request, if it is a generation in a journal."""
     has_others = state.peers is not None and not connection.is_forwarded
     is_named = has_others and connection.has_client_id

@@ -114,14 +114,8 @@ RESPONSES: GenerationApi[ResponsesChat] = GenerationApi(
     make_parser=CHAT.make_parser,
     constrain=CHAT.constrain,
     parse_position=stream_position,
+    shown_error=renamed,
 )
-
-
-async def create_response(state: ApiState, connection: Connection) -> None:
-    try:
-        await RESPONSES.serve(state, connection)
-    except ApiError as error:
-        raise renamed(error) from None
 
 
 async def count_input(state: ApiState, connection: Connection) -> None:

@@ -11,7 +11,7 @@ from api_proc.errors import ApiError
 from api_proc.generation.generation import Generation
 from api_proc.http.connection import Connection, encode
 from api_proc.openai.logprobs import chat_logprobs
-from api_proc.responses.body import ResponsesBody, ResponsesChat, renamed
+from api_proc.responses.body import ResponsesBody, ResponsesChat
 from api_proc.responses.events import (
     CallArgumentsDelta,
     Completed,
@@ -97,7 +97,6 @@ class ResponseReply:
         return b"".join(self._render([kind(response=response)], 0))
 
     def failure(self, error: ApiError) -> bytes:
-        error = renamed(error)
         if error.code == ErrorCode.ABORTED:
             response = self._close("cancelled")
         else:

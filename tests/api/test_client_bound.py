@@ -8,6 +8,7 @@ import httpx
 import pytest
 
 from api_proc.app import start_sessions
+from api_proc.peers import forwarding
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.config.settings import configure
 from tests.api.fake_engine import FakeClient, LiveServer, repeating, wait_until
@@ -157,3 +158,19 @@ def test_answers_that_were_sent_do_not_count(tmp_path: Path, stream: bool) -> No
                 response.read()
             server.wait_dropped()
             assert server.num_of("one") == 0
+
+
+@pytest.mark.parametrize("is_foreign", [False, True])
+def test_other_routes_count_whatever_their_ids_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_foreign: bool
+) -> None:
+    """A request for the tokenizer reads no session, and belongs to no other process."""
+    with JournaledServer(tmp_path) as server:
+        assert server.status("a", n=MAX_OPEN) == 200
+        server.wait_dropped()
+        monkeypatch.setattr(forwarding, "_is_foreign", lambda *_: is_foreign)
+        headers = {"authorization": "Bearer one", "x-request-id": "a"}
+        for path in ("/tokenize", "/apply-template", "/v1/messages/count_tokens"):
+            response = httpx.post(server.url + path, json={}, headers=headers)
+            assert response.status_code == 429, path
+        server.proceed()

@@ -1,11 +1,14 @@
 """POST /inference/v1/generate: the tokens of /v1/completions, without text."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import pytest
 
+from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
+from protocol.client.errors import failure_of
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient
 from tests.api.test_streaming import events
@@ -107,3 +110,21 @@ def test_what_concerns_text_or_another_server_has_no_effect(http: httpx.Client) 
     response = http.post(PATH, json=fields)
     assert response.headers["x-unknown-fields"] == "request_id"
     assert response.json()["choices"] == plain
+
+
+def test_errors_inside_a_stream_have_the_names_of_the_body(make_server: MakeServer) -> None:
+    error = RequestError(ErrorCode.INVALID, "max_tokens outgrows the cache", "max_tokens")
+
+    def script(add: AddRequest) -> Iterator[RequestOutput]:
+        yield RequestOutput(add.request_id, 0, [7])
+        client.receivers[add.request_id].fail(failure_of(error))
+
+    client = FakeClient(script=script)
+    live = make_server(client)
+    with httpx.Client(base_url=live.url) as http:
+        chunks = events(http.post(PATH, json={**body(), "stream": True}))
+        whole = http.post(PATH, json=body())
+    assert chunks[0]["choices"][0]["token_ids"] == [7]
+    for found in (chunks[-1]["error"], whole.json()["error"]):
+        assert found["param"] == "sampling_params.max_tokens"
+        assert found["message"].startswith("sampling_params.max_tokens")
