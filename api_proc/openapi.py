@@ -380,7 +380,8 @@ def _encoded_document(with_admin: bool) -> bytes:
 def document(operations: Iterable[Operation]) -> dict[str, Any]:
     """Return the OpenAPI document of these routes."""
     operations = list(operations)
-    types = {_key(kind): kind for item in operations for kind in _types(item)}
+    kinds = (kind for item in operations for kind in _types(item))
+    types = {_key(kind): kind for kind in (*kinds, *_REFERENCED)}
     found, components = msgspec.json.schema_components(
         types.values(), ref_template="#/components/schemas/{name}"
     )
@@ -462,4 +463,6 @@ def _event_schema(kinds: list[Any]) -> dict[str, Any]:
     return {"type": "object", "properties": {"data": data}, "required": ["data"]}
 
 
+_REFERENCED = (objects.ChatTokenLogprob, objects.PromptLogprob)
+"""Types of the items of encoded lists, whose descriptions name them."""
 _TO_ID = str.maketrans({"/": "_", "{": None, "}": None, ".": "_", "-": "_"})

@@ -87,11 +87,11 @@ class MessageReply:
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
         self._deltas.append(delta)
 
-    def body(self) -> bytes:
+    def body(self) -> list[bytes]:
         delta = join(self._deltas)
         message = self._message(content_blocks(_events_of(delta), signature=self._id))
         message.stop_reason, message.stop_sequence = self._stop_reason(self._sequences[0], delta)
-        return encode(message)
+        return [encode(message)]
 
     def skip(self, sequence: OutputSequence, delta: Delta) -> None:
         for _ in self._blocks.parts(delta):

@@ -16,8 +16,8 @@ class Answer(Protocol):
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
         """Add a delta to a response that is not streamed."""
 
-    def body(self) -> bytes:
-        """Return the complete body; may be called in a thread."""
+    def body(self) -> list[bytes]:
+        """Return the complete body in pieces; may be called once, and in a thread."""
 
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         """Return the events for a delta; only the last one contains its tokens.

@@ -206,9 +206,9 @@ class GenerationApi(Generic[Body]):
                     for sequence, delta in step:
                         answer.collect(sequence, delta)
                 if not generation.cancelled:
-                    whole = await _whole(state, body, generation, answer)
+                    pieces = await _whole(state, body, generation, answer)
                     await answer.keep()
-                    await connection.send(200, whole)
+                    await connection.send_pieces(pieces)
         except RequestFailed as failure:
             generation.note_failure(failure)
             error = name_field(failure.error, body)
@@ -245,7 +245,7 @@ class GenerationApi(Generic[Body]):
 
 async def _whole(
     state: ApiState, body: SamplingBody, generation: Generation, answer: Answer
-) -> bytes:
+) -> list[bytes]:
     """Render a response; one with very many parts is rendered in a thread, one at a time."""
     num_tokens = sum(
         sequence.num_output_tokens + _num_prompt_tokens(body, sequence)

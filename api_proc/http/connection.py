@@ -59,6 +59,8 @@ _VALUE_BYTES = 100
 """Bytes that a name or a value of the body takes as an object, as long as the request is open."""
 _USUAL_VALUES = 1024
 """Values that are not counted, so that agents with some tools are charged only for their bytes."""
+_PIECE_BYTES = 64 * 1024
+"""Size up to which pieces of a response are written together."""
 _CLOSE = (b"connection", b"close")
 _FRAMING = (b"content-length", b"transfer-encoding")
 """Headers of requests that have a body."""
@@ -300,7 +302,11 @@ class Connection:
         await self.send(status, encode(value), headers)
 
     async def send_pieces(self, pieces: Sequence[bytes]) -> None:
-        """Send a large response as fast as the client reads it, so that no more is buffered."""
+        """Send a response in pieces, as fast as the client reads, so that no more is buffered."""
+        pieces = _merged(pieces)
+        if len(pieces) == 1:
+            await self.send(200, pieces[0])
+            return
         length = (b"content-length", str(sum(map(len, pieces))).encode())
         fields = [length, (b"content-type", JSON), *self.headers]
         self.response_started = True
@@ -385,6 +391,20 @@ class Connection:
             await asyncio.sleep(self._keep_alive_interval_s)
             if num_sent == self._num_sent and not self._is_sending:
                 await self.send_frames(frame)
+
+
+def _merged(pieces: Sequence[bytes]) -> list[bytes]:
+    """Join neighbours into pieces of up to `_PIECE_BYTES`; larger ones are not copied."""
+    merged: list[bytes] = []
+    joined: list[bytes] = []
+    num_bytes = 0
+    for piece in pieces:
+        if joined and num_bytes + len(piece) > _PIECE_BYTES:
+            merged.append(b"".join(joined))
+            joined, num_bytes = [], 0
+        joined.append(piece)
+        num_bytes += len(piece)
+    return [*merged, b"".join(joined)]
 
 
 def error_body(scope: Scope, error: ApiError) -> bytes:

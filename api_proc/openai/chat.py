@@ -124,32 +124,29 @@ class ChatFormat:
             index=sequence.index, delta=piece, **self._choice_fields(sequence, delta)
         )
 
-    def whole(
-        self, answers: list[tuple[OutputSequence, Delta]], usage: objects.Usage
-    ) -> objects.ChatCompletion:
-        choices = [
-            objects.ChatChoice(
-                index=sequence.index,
-                message=objects.AssistantMessage(delta.text)
-                if delta.events is None
-                else assistant_message(delta.events),
-                **self._choice_fields(sequence, delta),
-            )
-            for sequence, delta in answers
-        ]
+    def whole(self, first: OutputSequence, usage: objects.Usage) -> objects.ChatCompletion:
         completion = objects.ChatCompletion(
             id=self.head.id,
             created=self.head.created,
             model=self.head.model,
-            choices=choices,
+            choices=[],
             usage=usage,
             **self._prompt_fields(),
         )
         num_top = self.body.prompt_logprobs
         if num_top is not None:
-            entries = answers[0][0].prompt_logprobs
+            entries = first.prompt_logprobs
             completion.prompt_logprobs = prompt_logprobs(self.tokenizer, entries, num_top)
         return completion
+
+    def whole_choice(self, sequence: OutputSequence, delta: Delta) -> objects.ChatChoice:
+        return objects.ChatChoice(
+            index=sequence.index,
+            message=objects.AssistantMessage(delta.text)
+            if delta.events is None
+            else assistant_message(delta.events),
+            **self._choice_fields(sequence, delta),
+        )
 
     def _prompt_fields(self) -> dict[str, Any]:
         if not self.body.return_token_ids:

@@ -91,9 +91,11 @@ class CompletionFormat:
     def opening(self, sequence: OutputSequence) -> None:
         return None
 
-    def whole(self, answers: list[tuple[OutputSequence, Delta]], usage: Usage) -> Completion:
-        choices = [self.choice(*answer, is_first=True) for answer in answers]
-        return msgspec.structs.replace(self.head, choices=choices, usage=usage)
+    def whole(self, first: OutputSequence, usage: Usage) -> Completion:
+        return msgspec.structs.replace(self.head, usage=usage)
+
+    def whole_choice(self, sequence: OutputSequence, delta: Delta) -> CompletionChoice:
+        return self.choice(sequence, delta, is_first=True)
 
     def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> CompletionChoice:
         body = self.body

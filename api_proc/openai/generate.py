@@ -167,13 +167,15 @@ class GenerateFormat:
             choice.resumed_inexactly = True
         return choice
 
-    def whole(self, answers: list[tuple[OutputSequence, Delta]], usage: Usage) -> Generated:
-        choices = [self.choice(*answer, is_first=True) for answer in answers]
-        generated = msgspec.structs.replace(self.head, choices=choices, usage=usage)
+    def whole(self, first: OutputSequence, usage: Usage) -> Generated:
+        generated = msgspec.structs.replace(self.head, usage=usage)
         if (num_top := self.body.prompt_logprobs) is not None:
-            entries = answers[0][0].prompt_logprobs
+            entries = first.prompt_logprobs
             generated.prompt_logprobs = prompt_logprobs(self.tokenizer, entries, num_top)
         return generated
+
+    def whole_choice(self, sequence: OutputSequence, delta: Delta) -> GeneratedChoice:
+        return self.choice(sequence, delta, is_first=True)
 
 
 def _renamed(error: ApiError) -> ApiError:

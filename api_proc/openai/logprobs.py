@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from api_proc.openai import objects
+from api_proc.openai.encoded_list import EncodedList
 from api_proc.text.tokenizer import TextTokenizer
 from protocol.core_worker import TokenLogprobs
 
@@ -43,22 +44,24 @@ def completion_logprobs(
 
     The entry of a token without a logprob, such as the first of a prompt, is None.
     """
-    result = objects.CompletionLogprobs(offsets, [], [], [])
+    tokens: list[str] = []
+    logprobs: list[float | None] = []
+    candidates_of = EncodedList()
     for token_id, entry in zip(token_ids, entries, strict=True):
         text = text_of(token_id)
-        result.tokens.append(text)
+        tokens.append(text)
         if entry is None:
-            result.token_logprobs.append(None)
-            result.top_logprobs.append(None)
+            logprobs.append(None)
+            candidates_of.append(None)
             continue
         logprob = clamp(entry.logprob)
         top: dict[str, float] = {}
         for candidate, value in candidates(entry, num_top):
             top.setdefault(text_of(candidate), value)
         top.setdefault(text, logprob)
-        result.token_logprobs.append(logprob)
-        result.top_logprobs.append(top)
-    return result
+        logprobs.append(logprob)
+        candidates_of.append(top)
+    return objects.CompletionLogprobs(offsets, logprobs, tokens, candidates_of.json())
 
 
 def chat_logprobs(
@@ -68,8 +71,20 @@ def chat_logprobs(
     text_of: Callable[[int], str] | None = None,
 ) -> objects.ChatLogprobs:
     """Return the items for consecutive tokens, each with exactly `num_top` candidates."""
+    content = EncodedList()
+    for item in chat_items(tokenizer, entries, num_top, text_of):
+        content.append(item)
+    return objects.ChatLogprobs(content.json())
+
+
+def chat_items(
+    tokenizer: TextTokenizer,
+    entries: list[TokenLogprobs],
+    num_top: int,
+    text_of: Callable[[int], str] | None = None,
+) -> Iterator[objects.ChatTokenLogprob]:
+    """Yield the items of `chat_logprobs`."""
     text_of = text_of or token_text_of(tokenizer, as_ids=False)
-    content = []
     for entry in entries:
         data = tokenizer.token_bytes(entry.token_id)
         top = [
@@ -77,15 +92,14 @@ def chat_logprobs(
             for i, value in candidates(entry, num_top)
         ]
         text = text_of(entry.token_id)
-        content.append(objects.ChatTokenLogprob(text, clamp(entry.logprob), list(data), top))
-    return objects.ChatLogprobs(content)
+        yield objects.ChatTokenLogprob(text, clamp(entry.logprob), list(data), top)
 
 
 def prompt_logprobs(
     tokenizer: TextTokenizer, entries: list[TokenLogprobs | None], num_top: int
 ) -> objects.PromptLogprobList:
     """Return a mapping by token id for each position of the prompt; None for the first."""
-    result: objects.PromptLogprobList = []
+    result = EncodedList()
     for entry in entries:
         if entry is None:
             result.append(None)
@@ -101,7 +115,7 @@ def prompt_logprobs(
             ),
         )
         result.append(row)
-    return result
+    return result.json()
 
 
 def prompt_offsets(tokenizer: TextTokenizer, token_ids: list[int], shown: str) -> list[int]:

@@ -1,7 +1,18 @@
 """Response bodies in OpenAI's format, with vLLM's optional additions."""
 
+from typing import Annotated, Any
+
 import msgspec
 from msgspec import UNSET, UnsetType
+
+
+def _list_of(schema: dict[str, Any]) -> msgspec.Meta:
+    """Return the description of an array that an `EncodedList` has made, given its items'."""
+    return msgspec.Meta(extra_json_schema={"type": "array", "items": schema})
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"anyOf": [schema, {"type": "null"}]}
 
 
 class PromptTokensDetails(msgspec.Struct, frozen=True):
@@ -34,13 +45,17 @@ class PromptProgress(msgspec.Struct, frozen=True):
     """Milliseconds since the request arrived."""
 
 
+_NUMBERS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "number"}}
+
+
 class CompletionLogprobs(msgspec.Struct):
     """Parallel lists, one item per token."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
     tokens: list[str]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: Annotated[msgspec.Raw, _list_of(_or_null(_NUMBERS))]
+    """The candidates by their texts; null for a token without logprobs."""
 
 
 class PromptLogprob(msgspec.Struct, frozen=True):
@@ -51,7 +66,13 @@ class PromptLogprob(msgspec.Struct, frozen=True):
     decoded_token: str
 
 
-PromptLogprobList = list[dict[str, PromptLogprob] | None]
+_BY_TOKEN_ID = {
+    "type": "object",
+    "additionalProperties": {"$ref": "#/components/schemas/PromptLogprob"},
+}
+PromptLogprobList = Annotated[msgspec.Raw, _list_of(_or_null(_BY_TOKEN_ID))]
+"""For each token of the prompt its candidates by token id, each a `PromptLogprob`; null for the
+first token."""
 
 
 class CompletionChoice(msgspec.Struct, kw_only=True):
@@ -94,8 +115,12 @@ class ChatTokenLogprob(msgspec.Struct, frozen=True):
     top_logprobs: list[ChatTopLogprob]
 
 
+_TOKEN_LOGPROB = {"$ref": "#/components/schemas/ChatTokenLogprob"}
+
+
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[ChatTokenLogprob]
+    content: Annotated[msgspec.Raw, _list_of(_TOKEN_LOGPROB)]
+    """A `ChatTokenLogprob` for each token."""
     refusal: None = None
 
 

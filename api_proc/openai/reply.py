@@ -26,6 +26,9 @@ from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt, join
 from api_proc.text.tokenizer import TextTokenizer
 
+_NO_CHOICES = b'"choices":[]'
+"""How the list begins; within a text, a quotation mark would have a backslash."""
+
 EndedSequence = tuple[OutputSequence, Delta]
 """A sequence and all of its deltas, joined."""
 
@@ -47,8 +50,11 @@ class Format(Protocol):
     def choice(self, sequence: OutputSequence, delta: Delta, *, is_first: bool) -> msgspec.Struct:
         """Return a chunk's choice."""
 
-    def whole(self, answers: list[EndedSequence], usage: Usage) -> msgspec.Struct:
-        """Return the complete response."""
+    def whole(self, first: OutputSequence, usage: Usage) -> msgspec.Struct:
+        """Return the complete response with an empty list of choices; `first` is a sequence."""
+
+    def whole_choice(self, sequence: OutputSequence, delta: Delta) -> msgspec.Struct:
+        """Return a choice of the complete response, given all deltas, joined."""
 
 
 def chunk_answers(
@@ -164,12 +170,23 @@ class Reply:
         empty = self._form.choice(sequence, Delta("", []), is_first=False)
         return self._frame(choices=[empty], prompt_progress=progress)
 
-    def body(self) -> bytes:
+    def body(self) -> list[bytes]:
+        """Return the complete body in pieces: one for each choice, and what is around them.
+
+        The deltas of a sequence are dropped as soon as it is rendered.
+        """
         sequences = self._generation.sequences
-        answers = [(sequence, join(self._deltas[sequence.index])) for sequence in sequences]
+        whole = encode(self._form.whole(sequences[0], self._usage()))
+        before, _, after = whole.partition(_NO_CHOICES)
+        answers = [(sequence, join(self._deltas.pop(sequence.index))) for sequence in sequences]
         if self._num_each > self._num_returned:
             answers = self._best(answers)
-        return encode(self._form.whole(answers, self._usage()))
+        pieces = [before, _NO_CHOICES[:-1]]
+        answers.reverse()
+        while answers:
+            pieces.append(encode(self._form.whole_choice(*answers.pop())))
+            pieces.append(b"," if answers else b"]")
+        return [*pieces, after]
 
     def _best(self, answers: list[EndedSequence]) -> list[EndedSequence]:
         """Return the most likely answers to each prompt, renumbered."""

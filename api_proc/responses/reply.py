@@ -10,7 +10,7 @@ from api_proc.chat.events import Event as ChatEvent
 from api_proc.errors import ApiError
 from api_proc.generation.generation import Generation
 from api_proc.http.connection import Connection, encode
-from api_proc.openai.logprobs import chat_logprobs
+from api_proc.openai.logprobs import chat_items
 from api_proc.responses.body import ResponsesBody, ResponsesChat
 from api_proc.responses.events import (
     CallArgumentsDelta,
@@ -79,8 +79,8 @@ class ResponseReply:
     def collect(self, sequence: OutputSequence, delta: Delta) -> None:
         self._push(delta)
 
-    def body(self) -> bytes:
-        return encode(self._end())
+    def body(self) -> list[bytes]:
+        return [encode(self._end())]
 
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         plain = self._plain_frame(delta)
@@ -169,8 +169,8 @@ class ResponseReply:
         num_top = self._body.num_logprobs
         if num_top is None or delta.logprobs is None:
             return []
-        entries = chat_logprobs(self._tokenizer, delta.logprobs, num_top).content
-        return [msgspec.Raw(encode(entry)) for entry in entries]
+        items = chat_items(self._tokenizer, delta.logprobs, num_top)
+        return [msgspec.Raw(encode(item)) for item in items]
 
     def _render(self, events: list[Event], num_tokens: int) -> list[bytes]:
         """Return the frames of a step's events; the last one contains its tokens."""

@@ -1,0 +1,82 @@
+"""Long arrays and whole answers are encoded in pieces, so that other threads run in between."""
+
+import itertools
+from collections.abc import Callable
+
+import httpx
+import msgspec
+import pytest
+
+from api_proc.http.connection import _PIECE_BYTES, _merged
+from api_proc.openai import encoded_list, reply
+from api_proc.openai.encoded_list import EncodedList
+from tests.api.conftest import MakeServer
+from tests.api.fake_engine import FACTS, FakeClient, emitting, ids_of
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
+
+
+@pytest.mark.parametrize("number", [0, 1, 63, 64, 65, 200])
+def test_the_slices_are_the_array(number: int) -> None:
+    items: list[object] = [{"a,]": [i, None]} for i in range(number)]
+    array = EncodedList()
+    for item in items:
+        array.append(item)
+    assert msgspec.json.decode(array.json()) == items
+
+
+@pytest.mark.parametrize("sizes", [[], [1], [10, _PIECE_BYTES, 1], [1] * 9, [50_000, 20_000, 1]])
+def test_small_pieces_are_written_together(sizes: list[int]) -> None:
+    pieces = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
+    merged = _merged(pieces)
+    assert b"".join(merged) == b"".join(pieces)
+    for piece in merged:
+        assert len(piece) <= _PIECE_BYTES or piece in pieces
+    pairs = itertools.pairwise(merged)
+    assert all(len(first) + len(second) > _PIECE_BYTES for first, second in pairs)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_no_call_of_the_encoder_takes_a_large_part_of_an_answer(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Its objects, not the bytes that it copies, take the time."""
+    facts = msgspec.structs.replace(FACTS, max_model_len=2**14, num_gpu_blocks=2**13)
+    live = make_server(FakeClient(facts, emitting(ids_of("x") * 2000, per_output=50)))
+    encoded: list[int] = []
+
+    def observed(encode: Callable[[object], bytes]) -> Callable[[object], bytes]:
+        def note(value: object) -> bytes:
+            content = encode(value)
+            encoded.append(len(content) - sum(map(len, _raws(value))))
+            return content
+
+        return note
+
+    for module in (encoded_list, reply):
+        monkeypatch.setattr(module, "encode", observed(msgspec.json.encode))
+    fields: dict[str, object] = {
+        "prompt": "x",
+        "logprobs": 20,
+        "n": 3,
+        "max_tokens": 1000,
+        "return_tokens_as_token_ids": True,
+    }
+    if "chat" in path:
+        message = {"role": "user", "content": "x"}
+        fields |= {"messages": [message], "logprobs": True, "top_logprobs": 20}
+    elif "inference" in path:
+        params = {"logprobs": 20, "n": 3, "max_tokens": 1000}
+        fields = {"token_ids": [5, 6], "sampling_params": params}
+    answer = httpx.post(live.url + path, json=fields, timeout=60)
+    choices = answer.json()["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len(answer.content) > 10**6
+    assert max(encoded) < len(answer.content) / 20
+
+
+def _raws(value: object) -> list[bytes]:
+    """Return the parts of a choice that were encoded before."""
+    logprobs = getattr(value, "logprobs", None)
+    found = (getattr(logprobs, name, b"") for name in ("content", "top_logprobs"))
+    return [bytes(part) for part in found]
