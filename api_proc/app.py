@@ -22,6 +22,7 @@ from api_proc.adapters import routes as adapter_routes
 from api_proc.anthropic.errors import MessagesMiddleware
 from api_proc.anthropic.routes import MESSAGES, count_tokens
 from api_proc.errors import ApiError, internal
+from api_proc.fairness.fair_gate import current_client
 from api_proc.http.access_log import AccessLogger, AccessLogMiddleware
 from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
 from api_proc.http.foreign_routes import instead_of
@@ -175,9 +176,12 @@ class _Endpoint:
     is_forwarded: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        interval_s, budget = self.keep_alive_interval_s, self.state.budget
-        connection = Connection(scope, receive, send, interval_s, budget)
+        state, interval_s = self.state, self.keep_alive_interval_s
+        connection = Connection(
+            scope, receive, send, interval_s, state.budget, admission=state.admission
+        )
         connection.is_forwarded = self.is_forwarded
+        current_client.set(connection.origin)
         try:
             await self.handler(self.state, connection)
         except ApiError as error:

@@ -11,6 +11,8 @@ from pathlib import PurePath
 from api_proc.adapters.registry import AdapterRegistry
 from api_proc.budget import Budget, ClientBudget
 from api_proc.errors import ApiError, overloaded, unavailable
+from api_proc.fairness.admission import Admission
+from api_proc.fairness.fair_gate import FairGate
 from api_proc.http.api_keys import ApiKeys
 from api_proc.http.json_body import LargeRequests
 from api_proc.http.open_requests import OpenRequests
@@ -87,9 +89,10 @@ class ApiState:
         self.budget = Budget(
             api.max_open_requests, api.max_open_bytes, clients, num_others=self.ids.count - 1
         )
+        self.admission = Admission()
         self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
         """One of them is processed in slices, while others are tokenized."""
-        self.large_answers = asyncio.Lock()
+        self.large_answers = FairGate()
         """The same for answers; one that waited for requests would hold its memory meanwhile."""
         self.unknown_fields = UnknownFields(config.api.unknown_fields)
         self.sessions: Sessions | None = None

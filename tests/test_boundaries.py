@@ -29,7 +29,7 @@ PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
     "protocol": ["config", "stores", "transport", "process", "client"],
     "api_proc": [
-        *("chat", "text", "resumption", "http", "peers", "adapters", "generation"),
+        *("chat", "fairness", "text", "resumption", "http", "peers", "adapters", "generation"),
         *("pooling", "openai", "responses", "anthropic", "operation", "page", "llm"),
     ],
     "core_proc": ["kv", "scheduling", "recovery", "outputs", "preparation", "links"],

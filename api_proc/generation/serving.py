@@ -13,6 +13,7 @@ from typing import Any, Generic, TypeVar, cast
 from api_proc.bodies import SamplingBody
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import ApiError, from_request_error, internal
+from api_proc.fairness.fair_gate import FairGate
 from api_proc.generation.answer import Answer, MakeAnswer
 from api_proc.generation.generation import Generation, MakeParser
 from api_proc.generation.packing import packed_in_slices
@@ -254,7 +255,7 @@ async def _whole(
     num_parts = len(generation.sequences) * _PARTS_PER_SEQUENCE
     if num_parts + num_tokens * _num_candidates(body) < _MANY_PARTS:
         return answer.body()
-    async with state.large_answers:
+    async with state.large_answers.inside():
         return await asyncio.to_thread(answer.body)
 
 
@@ -292,7 +293,7 @@ async def _send_stream(
 class _Renderer:
     """Renders the events of a stream; those with very many parts in a thread, one at a time."""
 
-    def __init__(self, answer: Answer, turn: asyncio.Lock, body: SamplingBody) -> None:
+    def __init__(self, answer: Answer, turn: FairGate, body: SamplingBody) -> None:
         self._answer = answer
         self._turn = turn
         self._body = body
@@ -308,7 +309,7 @@ class _Renderer:
             num_tokens += _num_prompt_tokens(self._body, sequence)
         if num_tokens * self._num_candidates < _MANY_PARTS:
             return self._answer.frames(sequence, delta)
-        async with self._turn:
+        async with self._turn.inside():
             return await asyncio.to_thread(self._answer.frames, sequence, delta)
 
 

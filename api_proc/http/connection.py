@@ -11,6 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from api_proc.budget import Budget, Lease
 from api_proc.errors import ApiError
+from api_proc.fairness.admission import Admission
 from protocol.process.failpoints import failpoint
 
 BODY_TIMEOUT_S = 60.0
@@ -102,8 +103,12 @@ class Connection:
         send: Send,
         keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S,
         budget: Budget | None = None,
+        *,
+        admission: Admission | None = None,
     ) -> None:
+        """`budget` counts the request once its body is read, and `admission` delays it then."""
         self._budget = budget
+        self._admission = admission
         self._lease: Lease | None = None
         self.session_lease: Lease | None = None
         """Lease of the request in the journal that has this request's id, if there is one."""
@@ -171,10 +176,13 @@ class Connection:
             raise _too_large(max_bytes)
         try:
             async with asyncio.timeout(BODY_TIMEOUT_S):
-                return await self._read_chunks(max_bytes)
+                raw = await self._read_chunks(max_bytes)
         except TimeoutError:
             message = f"the body was not complete within {BODY_TIMEOUT_S:.0f} s"
             raise _closing(408, message, "timeout") from None
+        if self._admission is not None and not is_control:
+            await self._admission.enter()
+        return raw
 
     def unread(self, raw: bytes) -> None:
         """Let the next call of `read_body` return the body again."""

@@ -14,6 +14,7 @@ from typing import Generic, Protocol, TypeVar
 import msgspec
 
 from api_proc.errors import ApiError, code_of_id, from_decoding
+from api_proc.fairness.fair_gate import FairGate
 from api_proc.http.json_scan import IdRun, JsonScan
 from api_proc.http.nested_names import NestedNames
 from api_proc.text.shared_ids import shared_ids
@@ -35,8 +36,8 @@ class LargeRequests:
     """All requests with much work for the event loop: one works, and a few are in memory."""
 
     def __init__(self, max_in_memory: int) -> None:
-        self.working = asyncio.Lock()
-        self.in_memory = asyncio.Semaphore(max_in_memory)
+        self.working = FairGate()
+        self.in_memory = FairGate(max_in_memory)
 
 
 class Turn:
@@ -55,9 +56,9 @@ class Turn:
             await asyncio.sleep(0)
             return
         if not self._is_in_memory:
-            await self._requests.in_memory.acquire()
+            await self._requests.in_memory.enter()
             self._is_in_memory = True
-        await self._requests.working.acquire()
+        await self._requests.working.enter()
         self._is_working = True
 
     async def rest(self) -> None:
@@ -82,12 +83,12 @@ class Turn:
         self._stop()
         if self._is_in_memory:
             self._is_in_memory = False
-            self._requests.in_memory.release()
+            self._requests.in_memory.leave()
 
     def _stop(self) -> None:
         if self._is_working:
             self._is_working = False
-            self._requests.working.release()
+            self._requests.working.leave()
 
 
 Decoded_co = TypeVar("Decoded_co", covariant=True)

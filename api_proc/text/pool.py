@@ -19,12 +19,14 @@ import sys
 import threading
 import time
 from asyncio import StreamReader, StreamWriter
+from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 
-from api_proc.errors import overloaded
+from api_proc.errors import ApiError, overloaded
+from api_proc.fairness.fair_gate import current_client
 from api_proc.text.chat_template import ChatTemplateError
 from api_proc.text.jobs import (
     LENGTH_BYTES,
@@ -44,6 +46,7 @@ from api_proc.text.tokenizer import TooManyTokens
 from protocol.config import ModelConfig
 from protocol.message import unpack_token_array
 from protocol.process.cpu_clock import cpu_seconds
+from protocol.turns import Account, Turns
 
 LIMIT_S = 2.0
 """Processor time for a job of any size."""
@@ -67,6 +70,7 @@ class _Order(NamedTuple):
     body: bytes
     answer: asyncio.Future[bytes]
     arrival: float
+    account: Account
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
@@ -77,35 +81,53 @@ class TextPool:
     """Does jobs in up to `size` processes; all methods are called in one event loop."""
 
     def __init__(self, model: ModelConfig, size: int, max_waiting: int) -> None:
+        """`max_waiting` bounds the waiting jobs of each client; the clients take turns."""
         self._model = model
         self._size = size
-        self._orders: asyncio.Queue[_Order] = asyncio.Queue(max_waiting)
+        self._max_waiting = max_waiting
+        self._orders: Turns[_Order] = Turns()
+        self._num_waiting: Counter[Account] = Counter()
+        self._has_orders = asyncio.Event()
         self._lanes: list[asyncio.Task[None]] = []
         self._num_idle = 0
 
     async def run(self, body: bytes) -> Result:
         """Do a job and return its result, or raise its error or the error of a limit."""
-        order = _Order(body, asyncio.get_running_loop().create_future(), time.monotonic())
-        if self._orders.full():
-            self._drop_abandoned()
-        try:
-            self._orders.put_nowait(order)
-        except asyncio.QueueFull:
-            limit = self._orders.maxsize
-            raise overloaded(f"{limit} long prompts are waiting for the tokenizer") from None
-        if self._orders.qsize() > self._num_idle and len(self._lanes) < self._size:
+        account = Account(current_client.get())
+        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        if self._num_waiting[account] >= self._max_waiting:
+            self._orders.keep(self._is_wanted)
+        if self._num_waiting[account] >= self._max_waiting:
+            raise too_many_long_texts(self._max_waiting)
+        self._orders.put(account, _Order(body, answer, time.monotonic(), account))
+        self._num_waiting[account] += 1
+        self._has_orders.set()
+        if self._num_waiting.total() > self._num_idle and len(self._lanes) < self._size:
             lane = asyncio.create_task(self._serve_lane())
             self._lanes.append(lane)
             lane.add_done_callback(self._lanes.remove)
         del body
-        return await _unpacked(await order.answer)
+        return await _unpacked(await answer)
 
-    def _drop_abandoned(self) -> None:
-        """Remove the jobs whose requests have ended in the meantime."""
-        waiting = [self._orders.get_nowait() for _ in range(self._orders.qsize())]
-        for order in waiting:
-            if not order.answer.done():
-                self._orders.put_nowait(order)
+    def _is_wanted(self, order: _Order) -> bool:
+        """Return whether a waiting job's request is still open; otherwise it counts no more."""
+        if order.answer.done():
+            self._remove(order)
+        return not order.answer.done()
+
+    def _remove(self, order: _Order) -> None:
+        self._num_waiting[order.account] -= 1
+        if not self._num_waiting[order.account]:
+            del self._num_waiting[order.account]
+
+    async def _next_order(self) -> _Order:
+        """Wait for a job, and take it from the queue."""
+        while (found := self._orders.take()) is None:
+            self._has_orders.clear()
+            await self._has_orders.wait()
+        _, order = found
+        self._remove(order)
+        return order
 
     def close(self) -> None:
         """Kill all helpers; unfinished jobs are cancelled with their requests."""
@@ -118,7 +140,7 @@ class TextPool:
             while True:
                 self._num_idle += 1
                 try:
-                    order = await self._orders.get()
+                    order = await self._next_order()
                 finally:
                     self._num_idle -= 1
                 await lane.do(order)
@@ -294,6 +316,11 @@ class _Helper:
         self._writer.transport.abort()
         # A process that uses much memory takes a while to end.
         threading.Thread(target=self._process.wait, daemon=True).start()
+
+
+def too_many_long_texts(limit: int) -> ApiError:
+    """Return a 429 for a client that has too many texts in the queue."""
+    return overloaded(f"{limit} long prompts of this client are waiting for the tokenizer")
 
 
 def _longest_wait_s(limit_s: float) -> float:

@@ -9,6 +9,7 @@ steps than a rendering in this process is allowed.
 import asyncio
 import os
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,7 +19,8 @@ import msgspec
 
 from api_proc.chat.families import find_dialect
 from api_proc.chat.formats import Dialect
-from api_proc.errors import ApiError, invalid, overloaded, unavailable
+from api_proc.errors import ApiError, invalid, unavailable
+from api_proc.fairness.fair_gate import FairGate, current_client
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import SamplingDefaults, chat_templates, read_json, sampling_defaults
 from api_proc.text.final_message import render_open
@@ -37,7 +39,7 @@ from api_proc.text.jobs import (
     TokenIdLists,
 )
 from api_proc.text.literal import LiteralText
-from api_proc.text.pool import TextPool
+from api_proc.text.pool import TextPool, too_many_long_texts
 from api_proc.text.template_meter import MAX_STEPS, TooManySteps
 from api_proc.text.tokenizer import (
     ByteTokenizer,
@@ -54,7 +56,7 @@ INLINE_CHARS = 2048
 THREAD_CHARS = 2**14
 """Longer texts go to the pool."""
 MAX_LONG_TEXTS = 64
-"""Maximum number of texts that wait for the thread, or for the pool."""
+"""Maximum number of texts of one client that wait for the thread, or for the pool."""
 _NICENESS = 5
 _SLICE_IDS = 2**15
 _ID_CHARS = 2
@@ -94,7 +96,9 @@ class TextProcessor:
         self.dialect = dialect or Dialect()
         """The model's format for reasoning and tool calls."""
         self._pool = pool
-        self._num_waiting = 0
+        self._thread = FairGate()
+        self._num_waiting: Counter[str] = Counter()
+        """Texts of each client that wait for the thread, or are processed there."""
         self._executor = ThreadPoolExecutor(1, "tokenize", initializer=_lower_priority)
 
     @classmethod
@@ -314,14 +318,18 @@ class TextProcessor:
     async def _run_here(self, job: Job, num_chars: int, max_steps: int | None) -> Result:
         if num_chars <= INLINE_CHARS:
             return self.perform(job, max_steps)
-        if self._num_waiting >= MAX_LONG_TEXTS:
-            raise overloaded(f"{MAX_LONG_TEXTS} long prompts are waiting for the tokenizer")
-        self._num_waiting += 1
+        client = current_client.get()
+        if self._num_waiting[client] >= MAX_LONG_TEXTS:
+            raise too_many_long_texts(MAX_LONG_TEXTS)
+        self._num_waiting[client] += 1
         try:
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._executor, self.perform, job, max_steps)
+            async with self._thread.inside():
+                loop = asyncio.get_running_loop()
+                return await loop.run_in_executor(self._executor, self.perform, job, max_steps)
         finally:
-            self._num_waiting -= 1
+            self._num_waiting[client] -= 1
+            if not self._num_waiting[client]:
+                del self._num_waiting[client]
 
 
 def _encoded(job: Job) -> bytes:

@@ -166,7 +166,7 @@ def test_one_large_body_at_a_time() -> None:
 
         large = b'{"prompt":[%b1]}' % (b"1," * 10**5)
         await asyncio.gather(read("a", large), read("b", large), read("small", b'{"prompt":"x"}'))
-        assert not requests.working.locked()
+        assert not requests.working.is_full()
         return order
 
     assert asyncio.run(run()) == ["small", "a", "a", "b", "b"]
@@ -196,7 +196,7 @@ def test_a_resting_request_lets_others_work_up_to_the_number_in_memory() -> None
         order.append("rested")
         rested.set()
         await asyncio.gather(*tasks)
-        assert not requests.working.locked()
+        assert not requests.working.is_full()
         return order
 
     order = asyncio.run(run())
@@ -209,7 +209,7 @@ def test_a_rejected_body_ends_its_turn() -> None:
         requests = LargeRequests(1)
         with pytest.raises(ApiError), Turn(requests) as turn:
             await decode_chat.in_slices(b'{"messages":[%b0]}' % (b"0," * 50_000), turn)
-        return requests.working.locked() or requests.in_memory.locked()
+        return requests.working.is_full() or requests.in_memory.is_full()
 
     assert not asyncio.run(run())
 

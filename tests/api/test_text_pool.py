@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_proc.errors import ApiError
+from api_proc.fairness.fair_gate import current_client
 from api_proc.text import pool as pool_module
 from api_proc.text.chat_template import ChatTemplateError
 from api_proc.text.jobs import (
@@ -280,6 +281,33 @@ def test_waiting_jobs_are_bounded(pools: Pools, model: ModelConfig) -> None:
     assert isinstance(cancelled, asyncio.CancelledError)
     assert isinstance(first, Pieces)
     assert first == second == third
+
+
+def test_clients_have_bounds_of_their_own_and_take_turns(pools: Pools, model: ModelConfig) -> None:
+    pool = pools.open(model, max_waiting=3)
+    pools.run(pool, render())
+    pools.arm("delay:600@1")
+    body, order = msgspec.json.encode(render()), list[str]()
+
+    async def ask(client: str) -> None:
+        current_client.set(client)
+        await pool.run(body)
+        order.append(client)
+
+    async def run() -> None:
+        first = asyncio.create_task(ask("one"))
+        while pool._num_idle:
+            await asyncio.sleep(0.001)
+        waiting = [asyncio.create_task(ask("one")) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting.append(asyncio.create_task(ask("two")))
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError):
+            await asyncio.create_task(ask("one"))
+        await asyncio.gather(first, *waiting)
+
+    pools.call(run())
+    assert order == ["one", "two", "one", "one", "one"]
 
 
 def test_an_abandoned_job_does_not_hold_its_lane(

@@ -1,0 +1,1 @@
+"""The order in which the clients of the API get what they share."""

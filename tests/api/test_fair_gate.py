@@ -1,0 +1,89 @@
+"""Few requests pass a gate at a time; the clients that wait enter in turns."""
+
+import asyncio
+
+import httpx
+
+from api_proc.fairness.fair_gate import FairGate, current_client
+from tests.api.conftest import MakeServer
+
+
+async def passed(gate: FairGate, client: str, order: list[str]) -> None:
+    """Pass a gate on behalf of a client."""
+    current_client.set(client)
+    async with gate.inside():
+        order.append(client)
+        await asyncio.sleep(0)
+
+
+def test_a_client_waits_for_one_request_of_each_other_client() -> None:
+    async def run() -> list[str]:
+        gate = FairGate()
+        order: list[str] = []
+        tasks = [asyncio.create_task(passed(gate, "a", order)) for _ in range(50)]
+        await asyncio.sleep(0)
+        tasks += [asyncio.create_task(passed(gate, "b", order)) for _ in range(2)]
+        tasks.append(asyncio.create_task(passed(gate, "c", order)))
+        await asyncio.gather(*tasks)
+        assert not gate.is_full()
+        return order
+
+    order = asyncio.run(run())
+    assert len(order) == 53
+    assert set(order[1:4]) == {"a", "b", "c"}
+    assert sorted(order[:6]) == ["a", "a", "a", "b", "b", "c"]
+
+
+def test_requests_that_leave_give_up_their_places() -> None:
+    """Also one that is let in at the moment at which it is cancelled."""
+
+    async def run() -> list[str]:
+        gate = FairGate(2)
+        order: list[str] = []
+        await gate.enter()
+        await gate.enter()
+        tasks = [asyncio.create_task(passed(gate, name, order)) for name in "abc"]
+        await asyncio.sleep(0)
+        tasks[0].cancel()
+        gate.leave()  # lets b in
+        tasks[1].cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert gate._num_free == 1
+        gate.leave()
+        assert gate._num_free == 2
+        return order
+
+    assert asyncio.run(run()) == ["c"]
+
+
+def test_requests_have_the_turns_of_their_keys(make_server: MakeServer) -> None:
+    """A large body of one client waits behind one large body of another, not behind all."""
+    live = make_server(api_key=("one", "two"), tokenizer_pool_size=1)
+    gate = live.state.large_requests.in_memory
+    large = {"prompt": [5] * 20_000}
+
+    async def fill() -> None:
+        while not gate.is_full():
+            await gate.enter()
+
+    async def run() -> list[str]:
+        order: list[str] = []
+        async with httpx.AsyncClient(base_url=live.url, timeout=30) as http:
+
+            async def ask(key: str) -> None:
+                headers = {"authorization": f"Bearer {key}"}
+                await http.post("/v1/completions", json=large, headers=headers)
+                order.append(key)
+
+            await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(fill(), live.loop))
+            tasks = [asyncio.create_task(ask("one")) for _ in range(6)]
+            while live.state.budget.num_requests < 6:
+                await asyncio.sleep(0.01)
+            tasks.append(asyncio.create_task(ask("two")))
+            while live.state.budget.num_requests < 7:
+                await asyncio.sleep(0.01)
+            live.call(gate.leave)
+            await asyncio.gather(*tasks)
+        return order
+
+    assert "two" in asyncio.run(run())[:2]
