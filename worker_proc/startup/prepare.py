@@ -1,14 +1,13 @@
-"""Loads a checkpoint, and rounds, fuses and packs its modules."""
+"""Loads a checkpoint, and replaces, rounds, fuses and packs its modules."""
 
 import logging
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import chain
+from typing import TypeVar
 
-import torch
 from torch import nn
 
-from protocol.config import EngineConfig, KVCacheDtype, Quantization, WorkerConfig
+from protocol.config import EngineConfig, Quantization, WorkerConfig
 from protocol.process.model_files import read_model_files
 from worker_proc.adapters.sites import MatrixPart, Sites
 from worker_proc.adapters.store import AdapterStore
@@ -17,18 +16,12 @@ from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.errors import UnsupportedModel
 from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
 from worker_proc.loading.checkpoint_identity import checkpoint_identity
-from worker_proc.loading.draft import check_draft
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.layer_executor import LayerExecutor
-from worker_proc.loading.loader import (
-    CheckedModel,
-    LoadedModel,
-    check_model,
-    load_checked,
-)
+from worker_proc.loading.loader import LoadedModel, load_checked
 from worker_proc.loading.mapped_pages import release_mapped_pages
 from worker_proc.loading.prepared import PreparedModel
-from worker_proc.loading.proofs import Proofs, find_proofs, with_proof
+from worker_proc.loading.proofs import find_proofs, with_proof
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.modules.adapted_modules import adapt_modules, find_sites
 from worker_proc.modules.coded_weights import dequantize_weights, without_kernels
@@ -51,34 +44,15 @@ from worker_proc.modules.quantization import (
 )
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
 from worker_proc.modules.score_terms import pack_distance_products, prove_score_terms
-from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format
-from worker_proc.parallel.division.sharding import check_division, shard
-from worker_proc.parallel.share import Share
-from worker_proc.parallel.stages import (
-    Stage,
-    StageParts,
-    check_stages,
-    connect_stage,
-    only_stage,
-    places,
-)
-from worker_proc.quantization.formats import is_quantized
+from worker_proc.parallel.division.sharding import shard
+from worker_proc.parallel.stages import connect_stage, places
 from worker_proc.recurrent.rowwise import compute_activations_rowwise, compute_rowwise
 from worker_proc.runner import ReportProgress
-from worker_proc.startup.refusals import (
-    check_cache,
-    check_compressed,
-    check_own_attention,
-    check_score_terms,
-    check_settings,
-    check_stated_length,
-    has_entries,
-    rehearse_draft,
-    rehearse_experts,
-    rehearse_model,
-)
+from worker_proc.startup.checks import check_models
+
+T = TypeVar("T")
 
 _log = logging.getLogger("troika.worker")
 
@@ -99,7 +73,7 @@ def prepare_model(
     files = read_model_files(config.model.model)
     stage, share = places(rank, config.parallel)
     has_draft = rank == config.parallel.answering_rank
-    checked, checked_draft, library, parts = _check(
+    checked, checked_draft, library, parts = check_models(
         config, device, kept, progress, stage, has_draft=has_draft
     )
     # No GPU holds the whole of a divided model.
@@ -112,12 +86,10 @@ def prepare_model(
     if device.type == "cpu":
         library = _library_for((loaded, draft), progress)
     proofs = None if kept is None else kept.with_kernels(library)
-    _compute_states(loaded, library, proofs, progress)
-    longest = config.model.max_model_len
-    loaded = _replace_attention(loaded, library, proofs, longest)
+    replace = partial(_replace_mixers, max_model_len=config.model.max_model_len)
+    loaded = replace(loaded, library, proofs, progress)
     if draft is not None:
-        _compute_states(draft, library, proofs, progress, "_draft")
-        draft = _replace_attention(draft, library, proofs, longest, "_draft")
+        draft = replace(draft, library, proofs, progress, suffix="_draft")
     _compute_gates_rowwise(loaded, draft)
     _pack_head(loaded, library)
     others = None if parts is None else parts.others(stage)
@@ -141,83 +113,6 @@ def prepare_model(
     return PreparedModel(
         loaded, library, grammars, executor, proofs, draft, adapters, checkpoint, files, passages
     )
-
-
-def _check(
-    config: EngineConfig,
-    device: torch.device,
-    kept: Proofs | None,
-    progress: ReportProgress,
-    stage: Stage,
-    *,
-    has_draft: bool,
-) -> tuple[CheckedModel, CheckedModel | None, NativeLibrary | None, StageParts | None]:
-    """Check the configured models and settings before weights are read.
-
-    Returns the model, or a stage of it; its draft model; the kernels, if a setting needs them; and
-    the parts of all stages, if there are several. `has_draft`: this rank has the draft model, if
-    one is configured.
-    """
-    setting, quantization = _setting_with_kernels(config, device), config.model.quantization
-    if setting is not None:
-        check_coding_device(setting, device)
-    elif device.type == "cpu" and not is_quantized(config.model.model):
-        start_building()
-    check_stated_length(config.model)
-    proofs = None if kept is None else kept.without_kernels()
-    checked = check_model(
-        config.model.model,
-        config.model.dtype,
-        device,
-        progress,
-        proofs,
-        max_model_len=config.model.max_model_len,
-        num_ranks=config.parallel.tensor_parallel_size,
-    )
-    check_settings(checked, config)
-    if config.parallel.num_ranks > 1:
-        _check_parts(checked, config.parallel.tensor_parallel_size, progress)
-    draft = check_draft(config.model, checked, progress) if has_draft else None
-    rehearsal = rehearse_model(checked, quantization, proofs)
-    parts, whole = None, checked
-    if stage.num_stages > 1:
-        parts = check_stages(checked, stage.num_stages)
-        checked = only_stage(checked, parts, stage)
-        layers, own = whole.inspected.probed.layers, checked.inspected.probed.layers
-        rehearsal = rehearsal.of(layers, own)
-    check_cache(checked, rehearsal, config)
-    if draft is not None:
-        _check_settings_of_draft(draft, config)
-        rehearse_draft(draft, proofs)
-    library = None
-    if setting is None and any(has_entries(one) for one in (checked, draft) if one is not None):
-        setting = "attention over compressed entries"
-    if setting is not None:
-        progress("compile_kernels", 0, 0)
-        library = load_coding_library(setting)
-    if quantization is not None and library is not None and checked.files is None:
-        proofs = None if kept is None else kept.with_kernels(library)
-        rehearse_experts(whole, quantization, library, proofs)
-    return checked, draft, library, parts
-
-
-def _check_parts(checked: CheckedModel, num_shares: int, progress: ReportProgress) -> None:
-    """Check that ranks can have parts of a model, and report the kinds of all its codes."""
-    if checked.files is not None:
-        files = checked.files
-        parts = (part for one in files.whole.values() for own in one.experts for part in own)
-        files.report.state(weight.kind.value for weight in chain(files.weights.values(), parts))
-    if num_shares > 1:
-        check_division(checked, Share(0, num_shares))
-        if checked.device.type != "cpu":  # on GPUs, kernels compute nothing else
-            progress("compile_kernels", 0, 0)
-            load_coding_library(f"tensor_parallel_size {num_shares}")
-
-
-def _check_settings_of_draft(draft: CheckedModel, config: EngineConfig) -> None:
-    check_own_attention(draft, config.model.max_model_len)
-    check_compressed(draft, config)
-    check_score_terms(draft, config)
 
 
 def _pack(
@@ -310,69 +205,49 @@ def _pack_head(loaded: LoadedModel, library: NativeLibrary | None) -> None:
             pack_linears(module, library, lambda done, total: None)
 
 
-def _setting_with_kernels(config: EngineConfig, device: torch.device) -> str | None:
-    """Return a setting, with its value, that requires the native kernels, or None."""
-    if config.lora.enable_lora:
-        return "enable_lora"
-    if config.model.quantization is not None:
-        return f"quantization {config.model.quantization}"
-    if config.cache.kv_cache_dtype is not KVCacheDtype.AUTO:
-        return f"kv_cache_dtype {config.cache.kv_cache_dtype}"
-    if (num_stages := config.parallel.pipeline_parallel_size) > 1:
-        return f"pipeline_parallel_size {num_stages}"
-    if (num_ranks := config.parallel.tensor_parallel_size) > 1 and device.type == "cpu":
-        return f"tensor_parallel_size {num_ranks}"
-    return None
-
-
-def _take_terms(
-    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
-) -> None:
-    """Prove modules whose scores have terms from rows, store the proof, and pack the terms."""
-    with_proof(proofs, name, list[str], partial(prove_score_terms, loaded, library))
-    pack_distance_products(loaded, library)
-
-
-def _compute_states(
+def _replace_mixers(
     loaded: LoadedModel,
     library: NativeLibrary | None,
     proofs: StartCache | None,
     progress: ReportProgress,
-    suffix: str = "",
-) -> None:
-    """Make modules with score terms or recurrent states compute packed rows; store the proofs."""
-    _take_terms(loaded, library, proofs, f"score_terms{suffix}")
-    if not loaded.recurrent:
-        return
-    progress("check_recurrent", 0, 1)
-    install = partial(install_recurrent, loaded, library)
-    with_proof(proofs, f"recurrent{suffix}", dict[str, ProvenModule], install)
-
-
-def _replace_attention(
-    loaded: LoadedModel,
-    library: NativeLibrary | None,
-    proofs: StartCache | None,
+    *,
     max_model_len: int | None,
     suffix: str = "",
 ) -> LoadedModel:
-    """Replace attention that does more than call a registered function; see docs/attention.md."""
-    loaded = _take_own_attention(loaded, proofs, max_model_len, f"own_attention{suffix}")
+    """Replace modules that combine the rows of a text, and store the proofs.
+
+    These are modules with score terms or recurrent states, and attention that does more than call a
+    registered function; see docs/attention.md. `suffix` ends the names of the proofs.
+    """
+    prove_terms = partial(prove_score_terms, loaded, library)
+    with_proof(proofs, f"score_terms{suffix}", list[str], prove_terms)
+    pack_distance_products(loaded, library)
+    if loaded.recurrent:
+        progress("check_recurrent", 0, 1)
+        install = partial(install_recurrent, loaded, library)
+        with_proof(proofs, f"recurrent{suffix}", dict[str, ProvenModule], install)
+    page = partial(install_own_attention, loaded, max_model_len=max_model_len)
+    loaded = _replaced(proofs, f"own_attention{suffix}", list[OwnLayer], page)
     if loaded.device.type != "cpu":
         return loaded
-    loaded = _attend_to_latent_rows(loaded, library, proofs, f"latent{suffix}")
-    _attend_to_entries(loaded, library, proofs, f"compressed{suffix}")
+    split = partial(install_latent, loaded, library)
+    loaded = _replaced(proofs, f"latent{suffix}", dict[str, int], split)
+    compress = partial(install_compressed, loaded, library)
+    with_proof(proofs, f"compressed{suffix}", list[str], compress)
     return loaded
 
 
-def _take_own_attention(
-    loaded: LoadedModel, proofs: StartCache | None, max_model_len: int | None, name: str
+def _replaced(
+    proofs: StartCache | None,
+    name: str,
+    type_: type[T],
+    install: Callable[[T | None], tuple[LoadedModel, T]],
 ) -> LoadedModel:
-    """Page the attention that a model's own code computes, and store the proof as `name`."""
-    known = None if proofs is None else proofs.get(name, list[OwnLayer])
-    loaded, proven = install_own_attention(loaded, known, max_model_len=max_model_len)
+    """Return the model that `install` returns; its proof is known, or is stored."""
+    known = None if proofs is None else proofs.get(name, type_)
+    loaded, proof = install(known)
     if proofs is not None and known is None:
-        proofs.put(name, proven)
+        proofs.put(name, proof)
     return loaded
 
 
@@ -394,24 +269,6 @@ def _compute_gates_rowwise(*models: LoadedModel | None) -> None:
             is_other = module is one.model or hasattr(module, "experts")
             if not is_taken and not is_other and nn.Linear in kinds:
                 compute_rowwise(module)
-
-
-def _attend_to_latent_rows(
-    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
-) -> LoadedModel:
-    """Replace multi-head latent attention, if proven, and store the proof as `name`."""
-    known = None if proofs is None else proofs.get(name, dict[str, int])
-    loaded, proven = install_latent(loaded, library, known)
-    if proofs is not None and known is None:
-        proofs.put(name, proven)
-    return loaded
-
-
-def _attend_to_entries(
-    loaded: LoadedModel, library: NativeLibrary | None, proofs: StartCache | None, name: str
-) -> None:
-    """Make modules attend over compressed entries, and store the proof as `name`."""
-    with_proof(proofs, name, list[str], partial(install_compressed, loaded, library))
 
 
 def _make_executor(

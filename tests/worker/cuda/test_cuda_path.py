@@ -29,7 +29,7 @@ from worker_proc.inputs import pack_step
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.structures import Rotation
-from worker_proc.startup import prepare
+from worker_proc.startup import checks, prepare
 from worker_proc.startup.load_runner import load_model_runner
 
 prepare_triton()
@@ -50,7 +50,7 @@ def take_cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a GPU, let the CPU take the path of one."""
     if DEVICE.type == "cpu":
         monkeypatch.setattr(prepare, "load_library", lambda: None)
-        monkeypatch.setattr(prepare, "start_building", lambda: None)
+        monkeypatch.setattr(checks, "start_building", lambda: None)
         monkeypatch.setattr(prepare, "can_pack", lambda *_: False)
         set_uses_triton(monkeypatch, True)
 

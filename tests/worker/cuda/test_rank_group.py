@@ -29,7 +29,7 @@ from worker_proc.decoder import install
 from worker_proc.native.structures import Rotation
 from worker_proc.parallel.device_group import DIFFERS
 from worker_proc.parallel.share import Share
-from worker_proc.startup import prepare
+from worker_proc.startup import checks, prepare
 from worker_proc.startup.load_runner import load_model_runner
 
 prepare_triton()
@@ -84,9 +84,10 @@ def compute_tokens(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch()
-    for name, answer in (("load_library", None), ("start_building", None), ("can_pack", False)):
-        patch.setattr(prepare, name, lambda *_, answer=answer: answer)
-    patch.setattr(prepare, "_setting_with_kernels", lambda *_: None)
+    patch.setattr(prepare, "load_library", lambda: None)
+    patch.setattr(prepare, "can_pack", lambda *_: False)
+    patch.setattr(checks, "start_building", lambda: None)
+    patch.setattr(checks, "_setting_with_kernels", lambda *_: None)
     patch.setattr(self_check, "TEXT_LENGTHS", (4,))
     patch.setattr(install, "TRIAL_SCALES", (1.0,))
     patch.setattr(install, "Rotation", [Rotation.HALVES])

@@ -27,7 +27,7 @@ from worker_proc.modules import quantization as quantization_settings
 from worker_proc.modules.experts import mixture
 from worker_proc.native import kernels
 from worker_proc.native.build import build, compiler
-from worker_proc.startup import calibrate, prepare
+from worker_proc.startup import calibrate, checks, prepare
 from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -49,7 +49,7 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     library = kernels.NativeLibrary(build())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(prepare, "load_library", lambda: library)
-    monkeypatch.setattr(prepare, "start_building", lambda: None)
+    monkeypatch.setattr(checks, "start_building", lambda: None)
     monkeypatch.setattr(quantization_settings, "load_library", lambda: library)
     monkeypatch.setattr(quantization_settings, "build", lambda: library.path)
     count: Counter[str] = Counter()

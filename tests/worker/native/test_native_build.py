@@ -30,7 +30,7 @@ from worker_proc.native.build import (
     start_building,
 )
 from worker_proc.native.kernels import NativeLibrary, load_library
-from worker_proc.startup import prepare
+from worker_proc.startup import checks, prepare
 from worker_proc.startup.load_runner import load_model_runner
 
 needs_compiler = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -259,7 +259,7 @@ def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def load(library: NativeLibrary, directory: Path, dtype: str) -> ModelRunner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "load_library", lambda: library)
-        patch.setattr(prepare, "start_building", lambda: None)
+        patch.setattr(checks, "start_building", lambda: None)
         return load_model_runner(engine_config(directory, dtype), lambda *_: None)
 
 
