@@ -10,7 +10,8 @@ import copy
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from functools import partial
+from typing import NamedTuple, cast
 
 import torch
 from torch import nn
@@ -29,7 +30,7 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantize_weights, dequantized
-from worker_proc.modules.trial_calls import as_float
+from worker_proc.modules.trial_calls import Call, as_float, compute_text, first_calls
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import Rotation
@@ -42,12 +43,6 @@ _PARTS = {"kv_a_proj_with_mqa", "kv_a_layernorm", "kv_b_proj", "o_proj"}
 _QUERIES = ({"q_proj"}, {"q_a_proj", "q_a_layernorm", "q_b_proj"})
 _GATES = "g_proj"
 _CHOICE = "prev_topk_indices"
-_Call = dict[str, Any]
-"""The arguments of an attention module except its rows."""
-
-
-class _Recorded(Exception):
-    """Ends a forward after its arguments have been recorded."""
 
 
 class _Layer(NamedTuple):
@@ -192,32 +187,20 @@ def _prove(
     return proven
 
 
-def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[_Call]:
-    """Return a module's arguments at the first and at the last positions."""
-    calls: list[_Call] = []
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if not args:
-            calls.append(as_float(kwargs))
-            calls[-1].pop("hidden_states", None)
-        raise _Recorded
-
-    handle = module.register_forward_pre_hook(record, with_kwargs=True)
-    try:
-        for first in (0, max(loaded.model_len - NUM_TOKENS, 0)):
-            positions = torch.arange(first, first + NUM_TOKENS).unsqueeze(0)
-            tokens = positions % loaded.vocab_size
-            try:
-                loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
-            except _Recorded:
-                continue
-    finally:
-        handle.remove()
+def _record_calls(loaded: LoadedModel, module: nn.Module) -> list[Call]:
+    """Return a module's arguments except its rows, at the first and at the last positions."""
+    calls: list[Call] = []
+    for first in (0, max(loaded.model_len - NUM_TOKENS, 0)):
+        found = first_calls([module], partial(compute_text, loaded, first, NUM_TOKENS))
+        for args, kwargs in found.values():
+            if not args:
+                calls.append(as_float(kwargs))
+                calls[-1].pop("hidden_states", None)
     return calls
 
 
 def _rotation_of(
-    layer: _Layer, calls: list[_Call], library: NativeLibrary | None
+    layer: _Layer, calls: list[Call], library: NativeLibrary | None
 ) -> Rotation | None:
     """Return the rotation whose replacement is closest to the module; None: none agrees."""
     with dequantized(layer.module):
@@ -234,7 +217,7 @@ def _rotation_of(
     return best
 
 
-def _error(module: nn.Module, candidate: nn.Module, call: _Call) -> float:
+def _error(module: nn.Module, candidate: nn.Module, call: Call) -> float:
     """Return the greatest error of a row at any scale, relative to its norm."""
     if _CHOICE in call:  # another layer's indexer chooses all tokens
         call = call | {

@@ -36,7 +36,7 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
-from worker_proc.modules.trial_calls import in_float32
+from worker_proc.modules.trial_calls import first_calls, in_float32
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
 from worker_proc.recurrent.cache_argument import CACHE
 
@@ -105,10 +105,6 @@ class _Inputs(NamedTuple):
         args = tuple(map(filled, self.args))
         result = module(*args, **{key: filled(value) for key, value in self.kwargs.items()})
         return cast(torch.Tensor, result[0] if isinstance(result, tuple) else result)
-
-
-class _Recorded(Exception):
-    """Ends a forward after its arguments have been recorded."""
 
 
 def install_own_attention(
@@ -423,34 +419,25 @@ def _record(
     loaded: LoadedModel, module: nn.Module, cache: object, num_past: int, num_rows: int
 ) -> _Inputs:
     """Return the first attention module's arguments, in float32, with `num_past` cached tokens."""
-    recorded: list[_Inputs] = []
-
-    def record(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        recorded.append(_Inputs(args, kwargs, cache))
-        raise _Recorded
-
     decoder: nn.Module = loaded.model.get_decoder()
     size = loaded.model.config.get_text_config(decoder=True).hidden_size
-    handle = module.register_forward_pre_hook(record, with_kwargs=True)
+    rows = torch.zeros(1, num_rows, size, device=loaded.device)
+    positions = torch.arange(num_past, num_past + num_rows, device=loaded.device).unsqueeze(0)
+
+    def forward() -> None:
+        decoder(inputs_embeds=rows, position_ids=positions, **{CACHE: cache})
+
     try:
         with _norms_pass_rows(decoder):
-            decoder(
-                inputs_embeds=torch.zeros(1, num_rows, size, device=loaded.device),
-                position_ids=torch.arange(
-                    num_past, num_past + num_rows, device=loaded.device
-                ).unsqueeze(0),
-                **{CACHE: cache},
-            )
-    except _Recorded:
-        return recorded[0]
+            calls = first_calls([module], forward)
     except UnsupportedModel:
         raise
     except (TypeError, AttributeError, RuntimeError, ValueError) as error:
         kind = loaded.model.config.model_type
         raise UnsupportedModel(f"{kind}: its forward fails with a cache: {error}") from error
-    finally:
-        handle.remove()
-    raise UnsupportedModel(f"{loaded.model.config.model_type}: its forward does not attend")
+    if not calls:
+        raise UnsupportedModel(f"{loaded.model.config.model_type}: its forward does not attend")
+    return _Inputs(*calls[type(module)], cache)
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Call arguments and float32 copies of modules, for trials."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -15,6 +15,8 @@ from worker_proc.modules.coded_weights import dequantized
 
 Call = dict[str, Any]
 """The arguments of a module, by name."""
+Arguments = tuple[tuple[Any, ...], Call]
+"""Positional arguments of a module, and those by name."""
 
 
 class _Recorded(Exception):
@@ -25,20 +27,34 @@ def record_calls(
     loaded: LoadedModel, modules: Sequence[nn.Module], num_tokens: int
 ) -> dict[type[nn.Module], Call]:
     """Return each kind of module's arguments in a text's own forward, in float32."""
-    calls: dict[type[nn.Module], Call] = {}
+    with transformers_attention(loaded.model):
+        calls = first_calls(modules, lambda: compute_text(loaded, 0, num_tokens))
+    return {kind: as_float(kwargs) for kind, (_, kwargs) in calls.items()}
+
+
+def compute_text(loaded: LoadedModel, first_position: int, num_tokens: int) -> None:
+    """Run a model's own forward over a text without a cache."""
+    positions = torch.arange(first_position, first_position + num_tokens).unsqueeze(0)
+    tokens = positions % loaded.vocab_size
+    loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
+
+
+def first_calls(
+    modules: Sequence[nn.Module], forward: Callable[[], None]
+) -> dict[type[nn.Module], Arguments]:
+    """Run `forward` until each kind of module was called; return the first arguments of each."""
+    calls: dict[type[nn.Module], Arguments] = {}
     kinds = {type(module) for module in modules}
 
     def record(module: nn.Module, args: tuple[Any, ...], kwargs: Call) -> None:
-        calls.setdefault(type(module), as_float(kwargs))
+        calls.setdefault(type(module), (args, kwargs))
         if set(calls) == kinds:
             raise _Recorded
 
-    positions = torch.arange(num_tokens).unsqueeze(0)
     handles = [module.register_forward_pre_hook(record, with_kwargs=True) for module in modules]
     try:
-        with transformers_attention(loaded.model), suppress(_Recorded):
-            tokens = positions % loaded.vocab_size
-            loaded.model(input_ids=tokens, position_ids=positions, use_cache=False)
+        with suppress(_Recorded):
+            forward()
     finally:
         for handle in handles:
             handle.remove()
