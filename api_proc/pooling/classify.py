@@ -1,6 +1,5 @@
 """POST /classify: the labels of texts, with their probabilities."""
 
-import time
 from functools import partial
 
 import msgspec
@@ -9,12 +8,12 @@ from api_proc.errors import ApiError
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
 from api_proc.pooling.pooled import (
-    EmbeddingUsage,
     PooledBody,
     PooledPrompt,
     PooledRequests,
     decoded_in_slices,
     kept_length,
+    pooled_list,
     usage_of,
 )
 from api_proc.pooling.scores import Texts
@@ -46,17 +45,6 @@ class Classification(msgspec.Struct, kw_only=True):
     num_classes: int
 
 
-class ClassificationList(msgspec.Struct, kw_only=True):
-    """Response of /classify."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[Classification]
-    usage: EmbeddingUsage
-
-
 _decode = BodyDecoder(ClassifyBody)
 
 
@@ -77,13 +65,8 @@ async def classify(state: ApiState, connection: Connection) -> None:
         take = partial(_result, state, body)
         results = await requests.compute(facts, turn, take, param="input")
     if results is not None:
-        response = ClassificationList(
-            id="classify-" + connection.request_id,
-            created=int(time.time()),
-            model=state.shown_model(body.model),
-            data=results,
-            usage=usage_of(prompts),
-        )
+        name = state.shown_model(body.model)
+        response = pooled_list("classify", connection, name, results, usage_of(prompts))
         await connection.send_json(response)
 
 

@@ -1,6 +1,5 @@
 """POST /v1/embeddings: one vector per text, pooled from the model's hidden states."""
 
-import time
 from base64 import b64encode
 from functools import partial
 from typing import Annotated, Any, Literal
@@ -17,10 +16,12 @@ from api_proc.pooling.pooled import (
     AT_ONCE,
     EmbeddingUsage,
     PooledBody,
+    PooledList,
     PooledPrompt,
     PooledRequests,
     decoded_in_slices,
     kept_length,
+    pooled_list,
     require_vectors,
     usage_of,
 )
@@ -57,17 +58,6 @@ class Embedding(msgspec.Struct, kw_only=True):
     object: str = "embedding"
     index: int
     embedding: list[float] | str
-
-
-class EmbeddingList(msgspec.Struct, kw_only=True):
-    """Response of /v1/embeddings."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[Embedding]
-    usage: EmbeddingUsage
 
 
 _decode = BodyDecoder(EmbeddingBody)
@@ -167,13 +157,7 @@ def _response(
     model: str, connection: Connection, usage: EmbeddingUsage, vectors: list[bytes]
 ) -> list[bytes]:
     """Return the response in pieces of several vectors each."""
-    response = EmbeddingList(
-        id="embd-" + connection.request_id,
-        created=int(time.time()),
-        model=model,
-        data=[],
-        usage=usage,
-    )
+    response: PooledList[Embedding] = pooled_list("embd", connection, model, [], usage)
     before, name, after = encode(response).partition(b'"data":')
     groups = [
         b",".join(vectors[first : first + AT_ONCE]) for first in range(0, len(vectors), AT_ONCE)

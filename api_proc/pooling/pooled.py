@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import NamedTuple, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -49,6 +49,17 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
     total_tokens: int
 
 
+class PooledList(msgspec.Struct, Generic[T], kw_only=True):
+    """Response of /v1/embeddings, /score and /classify: a result for each input."""
+
+    id: str
+    object: str = "list"
+    created: int
+    model: str
+    data: list[T]
+    usage: EmbeddingUsage
+
+
 class PooledPrompt(NamedTuple):
     """The ids of a text, or of a pair of texts."""
 
@@ -60,6 +71,19 @@ class PooledPrompt(NamedTuple):
 def usage_of(prompts: Sequence[PooledPrompt]) -> EmbeddingUsage:
     num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
     return EmbeddingUsage(num_tokens, num_tokens)
+
+
+def pooled_list(
+    prefix: str, connection: Connection, model: str, data: list[T], usage: EmbeddingUsage
+) -> PooledList[T]:
+    """Return the response that is made now; `prefix` begins its id."""
+    return PooledList(
+        id=f"{prefix}-{connection.request_id}",
+        created=int(time.time()),
+        model=model,
+        data=data,
+        usage=usage,
+    )
 
 
 @asynccontextmanager

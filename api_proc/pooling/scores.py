@@ -6,7 +6,6 @@ their vectors.
 
 import asyncio
 import math
-import time
 from typing import Annotated, Any
 
 import msgspec
@@ -23,6 +22,7 @@ from api_proc.pooling.pooled import (
     PooledRequests,
     decoded_in_slices,
     kept_length,
+    pooled_list,
     usage_of,
 )
 from api_proc.state import ApiState
@@ -87,17 +87,6 @@ class Score(msgspec.Struct, kw_only=True):
     score: float
 
 
-class ScoreList(msgspec.Struct, kw_only=True):
-    """Response of /score."""
-
-    id: str
-    object: str = "list"
-    created: int
-    model: str
-    data: list[Score]
-    usage: EmbeddingUsage
-
-
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One document, identified by its position in the request."""
 
@@ -146,13 +135,8 @@ async def create_scores(state: ApiState, connection: Connection) -> None:
         scored = await _score(state, connection, _pairs(body), facts, turn)
     if scored is None:
         return
-    response = ScoreList(
-        id="score-" + connection.request_id,
-        created=int(time.time()),
-        model=state.shown_model(body.model),
-        data=[Score(index=i, score=score) for i, score in enumerate(scored.scores)],
-        usage=scored.usage,
-    )
+    scores = [Score(index=i, score=score) for i, score in enumerate(scored.scores)]
+    response = pooled_list("score", connection, state.shown_model(body.model), scores, scored.usage)
     await connection.send_json(response)
 
 
