@@ -16,19 +16,20 @@ from protocol.lifecycle import Role
 from scripts.bench.make_draft_model import make_draft
 from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import Engine, EngineFactory, eventually
-from tests.system.readers import MAX_TOKENS, Reader, finish, finish_as, start, start_and_kill
+from tests.system.readers import Reader, finish, finish_as, start, start_and_kill
 
 PROMPT = "class Reader:\n    def __init__(self, path):\n"
 FLAGS = ("--num-gpu-blocks-override", "512", "--num-threads", "1")
-KILL_AFTER = (10, 30)
+MAX_TOKENS = 140
+KILL_AFTER = (8, 20)
 """Events that every open stream has received before each kill, long before its end."""
-KILL_DRAFTS_AFTER = (8, 20)
+KILL_DRAFTS_AFTER = (6, 14)
 """An event has the tokens of several drafts."""
 STOP_TOKEN_ID = 5
 """A likely stop token, banned at first, so that min_tokens decides the end."""
-MIN_TOKENS = 160
+MIN_TOKENS = 110
 
-COMPLETION: dict[str, Any] = {"prompt": PROMPT, "return_token_ids": True}
+COMPLETION: dict[str, Any] = {"prompt": PROMPT, "return_token_ids": True, "max_tokens": MAX_TOKENS}
 SEEDED: dict[str, Any] = {"temperature": 0.9, "seed": 11}
 CASES: dict[str, dict[str, Any]] = {
     "greedy, logprobs": {**COMPLETION, "temperature": 0, "logprobs": 2},
@@ -75,6 +76,7 @@ CASES: dict[str, dict[str, Any]] = {
     "digits": {**COMPLETION, "temperature": 0, "guided_regex": "[0-9]+"},
     "chat, n=2, top_logprobs": {
         "messages": [{"role": "user", "content": "read a file"}],
+        "max_tokens": MAX_TOKENS,
         **SEEDED,
         "n": 2,
         "logprobs": True,
