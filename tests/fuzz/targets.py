@@ -71,8 +71,9 @@ from protocol.zygote_link import (
 from tests.fuzz.body_targets import body_targets
 from tests.fuzz.mutation import harmed, harmed_bytes
 from tests.protocol.wire_corpus import DIRECTIONS, Direction
-from worker_proc.grammar.compiler import Definition, Vocabulary
+from worker_proc.grammar.compiler import Definition
 from worker_proc.grammar.prover import Proof, Task
+from worker_proc.grammar.vocabulary import Vocabulary
 
 FACTS = ModelFacts("null", 1000, 4096, 16, 512, [2, 3], embedding_size=16)
 CLIENT = b"client"
@@ -423,7 +424,7 @@ def all_targets() -> list[Target]:
     """Return all targets; the names are those of the command line."""
     by_zygote = next(d for d in DIRECTIONS if d.name == "zygote to supervisor")
     others = {
-        "vocabulary for the prover": (Vocabulary, [encode(Vocabulary(1000, [2, 3], "/m"))]),
+        "vocabulary for the prover": (Vocabulary, [encode(Vocabulary([2, 3], "/m"))]),
         "grammar for the prover": (Task, _TASKS),
         "proof of a grammar": (Proof, _PROOFS),
         "settings of a child": (EngineConfig, [encode(configure(model="null"))]),

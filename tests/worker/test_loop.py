@@ -29,7 +29,8 @@ from tests.worker.fake_runner import DeviceRunner, FakeRunner, step
 from tests.worker.loop_bench import OWN_EPOCH, TIMEOUT_S, Bench
 from worker_proc import loop
 from worker_proc.adapters.kept import KeptAdapters
-from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.vocabulary import Vocabulary
 from worker_proc.loop import QUIET_S
 
 
@@ -200,7 +201,7 @@ def test_a_grammar_is_answered_when_it_is_ready_and_steps_continue_meanwhile(
     tmp_path: Path, runner: FakeRunner, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "SILENCE_S", TIMEOUT_S)  # the core sends nothing while it waits
-    runner.grammars = GrammarCompiler(Vocabulary(1000, [2]))
+    runner.grammars = GrammarCompiler(Vocabulary([2]))
     bench = Bench(str(tmp_path), runner)
     bench.until(lambda: bench.hellos)
     bench.send(9, Adopt(0))

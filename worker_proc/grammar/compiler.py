@@ -1,10 +1,8 @@
 """Compiles grammars for the tokens of one model, and caches the compiled ones."""
 
-import json
 import re
 import threading
 from collections import OrderedDict
-from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
@@ -12,48 +10,21 @@ import msgspec
 from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
 from protocol.sampling import JSON_WHITESPACE, Grammar, GrammarKind
+from worker_proc.grammar.errors import GrammarError, in_words
+from worker_proc.grammar.vocabulary import Tokens, Vocabulary, load_tokens
 
 if TYPE_CHECKING:  # imported on use: most workers never receive a grammar
     import llguidance
 
 MAX_CACHE_BYTES = 256 * 2**20
-FIRST_BYTE_ID = 3
-"""For the null model, whose ids 3 to 258 are the bytes 0 to 255."""
-
 _INITIAL_LEXER_FUEL = 1_000_000
 _STEP_LEXER_FUEL = 200_000
 _STEP_MAX_ITEMS = 50_000
 _FOLLOWED_TOKENS = 4
 _BYTES_PER_CHARACTER = 32
 _MIN_BYTES = 64 * 1024
-_SCHEMA_ERROR = "failed to compile JSON schema: "
-_REGEX_REPORT = re.compile(
-    r'(?:invalid regex ".*" \(in [^)]*\): )?regex parse error:\n {4}(?P<regex>.*)\n'
-    r" {4}(?P<before> *)\^.*\nerror: (?P<reason>.*)"
-)
-"""Matches the regular expression, the mark below the faulty place, and the reason."""
-_SHOWN_CHARS = 40
-"""Number of characters of a regular expression shown on each side of that place."""
-_DETAILS_HIDDEN = "\n<non-verbose/>"
-"""Replaces the state of the parser, which `verbose_errors` would show."""
-_SOURCE_LINES = re.compile(r"\n +\d+ \| .*", re.DOTALL)
-_UNIMPLEMENTED = "Unimplemented keys"
-_LENIENT = '; "x-guidance": {"lenient": true} in the schema leaves them out'
 _MARKED_RULE = re.compile(r"^[?!]{1,2}(?=[a-z_]\w*\s*:)", re.MULTILINE)
 """Matches what Lark allows before a rule's name; it shapes a tree and changes no language."""
-
-
-class GrammarError(ValueError):
-    """A grammar that cannot be compiled; the message is for its author."""
-
-
-class Vocabulary(msgspec.Struct, frozen=True):
-    """The sources of a model's tokens."""
-
-    vocab_size: int
-    eos_token_ids: list[int]
-    directory: str | None = None
-    """The checkpoint's directory; None: the null model, whose tokens are bytes."""
 
 
 class Definition(msgspec.Struct, frozen=True):
@@ -83,84 +54,13 @@ def define(grammar: Grammar) -> str:
         raise GrammarError(f"{error}"[:MAX_TEXT]) from error
 
 
-def in_words(error: str) -> str:
-    """Explain llguidance's terse errors, and remove source lines that the request does not have.
-
-    A schema or a regular expression may be part of a grammar of the server, for example after
-    reasoning.
-    """
-    if error.startswith("NoExtensionBias"):
-        return "nothing matches the grammar: it is empty, or refers to itself without an end"
-    report = _REGEX_REPORT.search(error)
-    if report is not None:
-        return _in_one_line(report["regex"], len(report["before"]), report["reason"])
-    error = error.removesuffix(_DETAILS_HIDDEN)
-    cause = error.partition(_SCHEMA_ERROR)[2]
-    words = _SOURCE_LINES.sub("", cause).rstrip() if cause else error.rstrip()
-    return words + _LENIENT if words.startswith(_UNIMPLEMENTED) else words
-
-
-def _in_one_line(regex: str, place: int, reason: str) -> str:
-    """Describe an error in a regular expression, showing the part around it."""
-    first, last = max(0, place - _SHOWN_CHARS), place + _SHOWN_CHARS
-    shown = f"{'…' * (first > 0)}{regex[first:last]}{'…' * (last < len(regex))}"
-    return f'invalid regex "{shown}", character {place + 1}: {reason}'
-
-
-class _ByteTokens:
-    """The tokens of the null model, in llguidance's form."""
-
-    bos_token_id = None
-    special_token_ids = range(FIRST_BYTE_ID)
-
-    def __init__(self, eos_token_id: int) -> None:
-        self.eos_token_id = eos_token_id
-        self.tokens = [b""] * FIRST_BYTE_ID + [bytes([byte]) for byte in range(256)]
-
-    def __call__(self, text: bytes) -> list[int]:
-        return [FIRST_BYTE_ID + byte for byte in text]
-
-
-class Tokens(NamedTuple):
-    """The trie of a model's tokens."""
-
-    tokenizer: "llguidance.LLTokenizer"
-    special_token_ids: list[int]
-    """Added tokens that llguidance matches only by their ids."""
-
-
 class CompiledGrammar(NamedTuple):
     """A grammar that is ready for use."""
 
     matcher: "llguidance.LLMatcher"
-    """At the beginning of the grammar."""
+    """A matcher at the beginning of the grammar."""
     num_bytes: int
-    """Estimated."""
-
-
-def load_tokens(vocabulary: Vocabulary) -> Tokens:
-    """Build the trie of a model's tokens; raise GrammarError naming what the checkpoint lacks."""
-    import llguidance
-
-    eos = vocabulary.eos_token_ids
-    if not eos:
-        raise GrammarError("the checkpoint names no EOS token, and a grammar ends with one")
-    if vocabulary.directory is None:
-        wrapper = llguidance.TokenizerWrapper(_ByteTokens(eos[0]))
-        return Tokens(llguidance.LLTokenizer(wrapper, eos_token=eos), [])
-    file = Path(vocabulary.directory) / "tokenizer.json"
-    try:
-        text = file.read_text(encoding="utf-8")
-        tokenizer = json.loads(text)
-        if tokenizer.get("padding") is not None or tokenizer.get("truncation") is not None:
-            tokenizer["padding"] = tokenizer["truncation"] = None
-            text = json.dumps(tokenizer)
-        trie = llguidance.LLTokenizer(text, eos_token=eos)
-        added = tokenizer.get("added_tokens") or []
-        added_ids = [each["id"] for each in added]
-        return Tokens(trie, [token_id for token_id in added_ids if trie.is_special_token(token_id)])
-    except Exception as error:
-        raise GrammarError(f"grammars need the checkpoint's tokenizer.json: {error}") from error
+    """The estimated memory of the matcher."""
 
 
 class GrammarCompiler:
@@ -206,23 +106,19 @@ class GrammarCompiler:
 
     def compile(self, grammar: Grammar, definition: Definition | None = None) -> None:
         """Compile a grammar, unless it is compiled already; raise GrammarError on failure."""
-        if self.has(grammar):
-            return
-        import llguidance
+        self._compiled(grammar, definition)
 
+    def _compiled(
+        self, grammar: Grammar, definition: Definition | None = None
+    ) -> "llguidance.LLMatcher":
+        """Return the cached matcher of a grammar, which other threads may displace at any time."""
+        with self._lock:
+            if cached := self._matchers.get(grammar):
+                self._matchers.move_to_end(grammar)
+                return cached.matcher
         self.load()
         definition = definition or Definition(define(grammar))
-        limits = llguidance.LLParserLimits(
-            initial_lexer_fuel=_INITIAL_LEXER_FUEL,
-            step_lexer_fuel=_STEP_LEXER_FUEL,
-            step_max_items=_STEP_MAX_ITEMS,
-            verbose_errors=False,
-        )
-        text = definition.text
-        matcher = llguidance.LLMatcher(self.tokenizer, text, log_level=0, limits=limits)
-        matcher.compute_bitmask()  # its clones share the result
-        if matcher.is_error():
-            raise GrammarError(in_words(matcher.get_error())[:MAX_TEXT])
+        matcher = _compile(self.tokenizer, definition.text)
         num_bytes = max(
             definition.num_bytes, _MIN_BYTES + _BYTES_PER_CHARACTER * len(definition.text)
         )
@@ -232,11 +128,12 @@ class GrammarCompiler:
                 self._num_bytes += num_bytes
             while self._num_bytes > MAX_CACHE_BYTES and len(self._matchers) > 1:
                 self._num_bytes -= self._matchers.popitem(last=False)[1].num_bytes
+        return matcher
 
     def follow(self, grammar: Grammar) -> None:
-        """Follow a grammar over some tokens; a GrammarError: the limits do not allow its use.
+        """Follow a grammar over some tokens; raise GrammarError if they exceed the limits.
 
-        Some grammars are compiled within them, and exceed them with the first token.
+        Some grammars are compiled within the limits, and exceed them with the first token.
         """
         matcher = self.matcher(grammar)
         ends = sum(1 << token_id for token_id in self.vocabulary.eos_token_ids)
@@ -251,9 +148,26 @@ class GrammarCompiler:
 
     def matcher(self, grammar: Grammar) -> "llguidance.LLMatcher":
         """Return a matcher at the beginning of a grammar; raises GrammarError like `compile`."""
-        self.compile(grammar)
+        compiled = self._compiled(grammar)
         with self._lock:
-            return self._matchers[grammar].matcher.deep_copy()
+            return compiled.deep_copy()
+
+
+def _compile(tokenizer: "llguidance.LLTokenizer", definition: str) -> "llguidance.LLMatcher":
+    """Return a matcher at the beginning of a grammar; raise GrammarError if it is invalid."""
+    import llguidance
+
+    limits = llguidance.LLParserLimits(
+        initial_lexer_fuel=_INITIAL_LEXER_FUEL,
+        step_lexer_fuel=_STEP_LEXER_FUEL,
+        step_max_items=_STEP_MAX_ITEMS,
+        verbose_errors=False,
+    )
+    matcher = llguidance.LLMatcher(tokenizer, definition, log_level=0, limits=limits)
+    matcher.compute_bitmask()  # its clones share the result
+    if matcher.is_error():
+        raise GrammarError(in_words(matcher.get_error())[:MAX_TEXT])
+    return matcher
 
 
 def compile_now(message: CompileGrammar, grammars: GrammarCompiler | None) -> GrammarCompiled:

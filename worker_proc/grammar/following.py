@@ -1,7 +1,8 @@
 """Connects the requests of a mirror to their grammars."""
 
 from protocol.message import MAX_TEXT
-from worker_proc.grammar.compiler import GrammarCompiler, GrammarError
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.errors import GrammarError
 from worker_proc.grammar.state import GrammarState
 from worker_proc.mirror import MirroredRequest, ScheduledRequest
 

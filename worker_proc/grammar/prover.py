@@ -22,13 +22,9 @@ from protocol.process.cpu_clock import cpu_seconds
 from protocol.process.failpoints import failpoint
 from protocol.process.prctl import die_with_parent, set_name
 from protocol.sampling import Grammar
-from worker_proc.grammar.compiler import (
-    Definition,
-    GrammarCompiler,
-    GrammarError,
-    Vocabulary,
-    define,
-)
+from worker_proc.grammar.compiler import Definition, GrammarCompiler, define
+from worker_proc.grammar.errors import GrammarError
+from worker_proc.grammar.vocabulary import Vocabulary
 
 MAX_MEMORY_BYTES = 1 * 2**30
 """Memory for a grammar in addition to the tokens."""

@@ -7,7 +7,7 @@ survive a preemption or a worker's death.
 from itertools import takewhile
 from typing import TYPE_CHECKING
 
-from worker_proc.grammar.compiler import in_words
+from worker_proc.grammar.errors import in_words
 
 if TYPE_CHECKING:
     import llguidance

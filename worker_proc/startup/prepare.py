@@ -14,7 +14,9 @@ from worker_proc.adapters.store import AdapterStore
 from worker_proc.cuda.device import prepare_device, resolve_device, uses_triton
 from worker_proc.decoder.stack import NativeExecutor
 from worker_proc.errors import UnsupportedModel
-from worker_proc.grammar.compiler import GrammarCompiler, GrammarError, Vocabulary
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.errors import GrammarError
+from worker_proc.grammar.vocabulary import Vocabulary
 from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.layer_executor import LayerExecutor
@@ -106,7 +108,7 @@ def prepare_model(
     return_freed_memory()
     for directory in filter(None, (config.model.model, config.model.speculative_model)):
         release_mapped_pages(directory)
-    vocabulary = Vocabulary(loaded.vocab_size, list(loaded.eos_token_ids), config.model.model)
+    vocabulary = Vocabulary(list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library, config.worker)
     grammars = _load_grammars(vocabulary)
     adapters = None if sites is None else _make_store(loaded, library, sites, config)

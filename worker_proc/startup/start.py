@@ -17,7 +17,8 @@ from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.calibration.warm_up import warm_up
-from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.vocabulary import Vocabulary
 from worker_proc.loop import WorkerLoop
 from worker_proc.offload.memory import NoMemory
 from worker_proc.offload.open import make_service
@@ -164,7 +165,7 @@ def _null_runner(config: EngineConfig) -> Runner:
         facts,
         NullTimes(config.worker.null_step_ms / 1000, config.worker.null_token_ms / 1000),
         num_speculative_tokens=config.scheduler.num_speculative_tokens,
-        grammars=GrammarCompiler(Vocabulary(facts.vocab_size, facts.eos_token_ids)),
+        grammars=GrammarCompiler(Vocabulary(facts.eos_token_ids)),
         adapters=KeptAdapters(_check_digest, lora.num_kept) if lora.enable_lora else None,
         block_memory=NoMemory(_NULL_NUM_SLOTS) if facts.kv_layout else None,
     )

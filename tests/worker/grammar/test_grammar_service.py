@@ -23,12 +23,14 @@ from protocol.process.failpoints import LOG_FILE, VARIABLE
 from protocol.sampling import Grammar, GrammarKind
 from scripts.testing import eventually
 from tests.proc import process_stats
-from worker_proc.grammar import service as service_module
-from worker_proc.grammar.compiler import Definition, GrammarCompiler, Vocabulary
+from worker_proc.grammar import prover_link
+from worker_proc.grammar.compiler import Definition, GrammarCompiler
 from worker_proc.grammar.prover import LENGTH_BYTES, Task
-from worker_proc.grammar.service import GrammarService, _Jobs, _Prover
+from worker_proc.grammar.prover_link import ProverLink
+from worker_proc.grammar.service import GrammarService, _Jobs
+from worker_proc.grammar.vocabulary import Vocabulary
 
-NULL = Vocabulary(32_000, [2])
+NULL = Vocabulary([2])
 TIMEOUT_S = 60.0
 
 
@@ -163,7 +165,7 @@ def test_a_grammar_that_fails_with_the_first_token_is_refused_before(
 
 def test_the_memory_of_a_grammar_is_what_compiling_it_has_written() -> None:
     """Pages of libraries, which each fork reads again, would leave room for few small grammars."""
-    prover = _Prover(GrammarCompiler(NULL))
+    prover = ProverLink(NULL)
     strings = {f"name{i}": {"type": "string", "pattern": f"x{i}[a-z]+"} for i in range(300)}
     large = Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"type": "object", "properties": strings}))
     with contextlib.closing(prover):
@@ -242,10 +244,10 @@ def test_a_prover_that_starts_late_delays_its_grammar(
             os.kill(pid, signal.SIGCONT)
         return number * 1e-6
 
-    monkeypatch.setattr(service_module, "STALL_S", 0.0)
-    monkeypatch.setattr(service_module, "_CHECK_S", 0.001)
-    monkeypatch.setattr(service_module, "cpu_seconds", look)
-    monkeypatch.setattr(service_module.subprocess, "Popen", StoppedPopen)
+    monkeypatch.setattr(prover_link, "STALL_S", 0.0)
+    monkeypatch.setattr(prover_link, "_CHECK_S", 0.001)
+    monkeypatch.setattr(prover_link, "cpu_seconds", look)
+    monkeypatch.setattr(prover_link.subprocess, "Popen", StoppedPopen)
     service.compile(CompileGrammar(1, regex("late")))
     assert wait(service, 1) == [GrammarCompiled(1)]
     assert next(looks) > 3
@@ -268,10 +270,10 @@ def test_a_prover_that_hangs_in_its_start_fails_its_grammar(
 ) -> None:
     looks = count(1)
     with monkeypatch.context() as patched:
-        patched.setattr(service_module, bound, 0.0)
-        patched.setattr(service_module, "_CHECK_S", 0.001)
-        patched.setattr(service_module, "cpu_seconds", lambda pid: next(looks) * advance_s)
-        patched.setattr(service_module.subprocess, "Popen", StoppedPopen)
+        patched.setattr(prover_link, bound, 0.0)
+        patched.setattr(prover_link, "_CHECK_S", 0.001)
+        patched.setattr(prover_link, "cpu_seconds", lambda pid: next(looks) * advance_s)
+        patched.setattr(prover_link.subprocess, "Popen", StoppedPopen)
         service.compile(CompileGrammar(1, regex("lost")))
         [failed] = wait(service, 1)
     assert f"does not start: {error}" in failed.error
@@ -288,7 +290,7 @@ def test_a_prover_that_sends_something_else_is_replaced(
     wait(service, 1)
     before = service._quick._prover
     with monkeypatch.context() as patched:
-        patched.setattr(service_module._Prover, "_receive", lambda self, limit: b"\x93\x01\xc1")
+        patched.setattr(ProverLink, "_receive", lambda self, limit: b"\x93\x01\xc1")
         service.compile(CompileGrammar(2, regex("two")))
         [answer] = wait(service, 1)
     assert answer.fault is GrammarFault.BROKEN
@@ -364,10 +366,33 @@ def test_compiled_grammars_are_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch)
     assert not compiler.matcher(regex("a{1}")).is_error(), "it is compiled again"
 
 
+class CrowdedLock:
+    """The lock of a cache from which other threads displace everything after each use."""
+
+    def __init__(self, compiler: GrammarCompiler) -> None:
+        self._compiler = compiler
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._compiler._matchers.clear()
+        self._lock.release()
+
+
+def test_a_grammar_that_others_displace_has_a_matcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Lanes compile in their threads while a step takes the matcher of its request."""
+    compiler = GrammarCompiler(NULL)
+    monkeypatch.setattr(compiler, "_lock", CrowdedLock(compiler))
+    for _ in range(2):
+        assert not compiler.matcher(regex("[a-z]+")).is_error()
+
+
 def test_a_checkpoint_without_tokenizer_or_eos_gives_an_error_that_names_it(tmp_path: Path) -> None:
     for vocabulary, word in (
-        (Vocabulary(100, [2], str(tmp_path)), "tokenizer.json"),
-        (Vocabulary(100, []), "EOS"),
+        (Vocabulary([2], str(tmp_path)), "tokenizer.json"),
+        (Vocabulary([]), "EOS"),
     ):
         service = GrammarService(GrammarCompiler(vocabulary))
         service.compile(CompileGrammar(1, regex("a")))

@@ -9,11 +9,13 @@ import pytest
 from api_proc.bodies import CompletionBody
 from api_proc.generation.structured import grammar_of
 from protocol.sampling import Grammar, GrammarKind
-from worker_proc.grammar.compiler import FIRST_BYTE_ID, GrammarCompiler, GrammarError, Vocabulary
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.errors import GrammarError
 from worker_proc.grammar.state import GrammarState
+from worker_proc.grammar.vocabulary import FIRST_BYTE_ID, Vocabulary
 
 EOS = 2
-COMPILER = GrammarCompiler(Vocabulary(32_000, [EOS]))
+COMPILER = GrammarCompiler(Vocabulary([EOS]))
 INTEGER = {
     "type": "object",
     "properties": {"a": {"type": "integer"}},

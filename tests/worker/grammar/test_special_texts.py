@@ -7,9 +7,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from protocol.sampling import Grammar, GrammarKind
-from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
+from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.masks import MaskComputer, MaskedRows
 from worker_proc.grammar.state import GrammarState
+from worker_proc.grammar.vocabulary import Vocabulary
 
 SPECIAL = ("</s>", "<b>", "</b>", "<|im_end|>")
 
@@ -31,7 +32,7 @@ def compiler(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> 
     directory: Path = tmp_path_factory.mktemp("checkpoint")
     tokenizer.save(str(directory / "tokenizer.json"))
     eos = tokenizer.token_to_id("</s>")
-    return GrammarCompiler(Vocabulary(tokenizer.get_vocab_size(), [eos], str(directory)))
+    return GrammarCompiler(Vocabulary([eos], str(directory)))
 
 
 def state_of(compiler: GrammarCompiler, grammar: Grammar) -> GrammarState:

@@ -16,7 +16,8 @@ from protocol.sampling import Grammar, GrammarKind, SamplingParams, ThinkingBudg
 from tests.worker.driving import Run, drive
 from tests.worker.grammar.test_structured_output import demo
 from tests.worker.sampling.test_sampler_edits import Row
-from worker_proc.grammar.compiler import GrammarCompiler, Vocabulary
+from worker_proc.grammar.compiler import GrammarCompiler
+from worker_proc.grammar.vocabulary import Vocabulary
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.null.runner import NullRunner
@@ -187,6 +188,6 @@ def test_a_grammar_comes_before_the_budget() -> None:
 
 
 def byte_grammars() -> GrammarCompiler:
-    grammars = GrammarCompiler(Vocabulary(FACTS.vocab_size, [EOS], None))
+    grammars = GrammarCompiler(Vocabulary([EOS]))
     grammars.load()
     return grammars
