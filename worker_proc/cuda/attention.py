@@ -7,25 +7,36 @@ import torch
 import triton
 
 from worker_proc.attention.interface import PagedLayer, Scoring
-from worker_proc.cuda.attention_kernels import attend_kernel, combine_kernel, store_kernel
+from worker_proc.cuda.attention_kernels import attend_kernel
+from worker_proc.cuda.block_kernels import store_kernel
+from worker_proc.cuda.split_kernels import combine_kernel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.mirror import ScheduledRequest
 
-INTERPRETED_UNITS = 8  # assumed multiprocessors when the kernels are interpreted
-MIN_TILE = 16  # smallest tile of a matrix product
-PREFILL_ROWS = 64  # query rows of a tile, over tokens and heads
+INTERPRETED_UNITS = 8
+"""The number of multiprocessors that is assumed when the kernels are interpreted."""
+MIN_TILE = 16
+"""The smallest tile of a matrix product."""
+PREFILL_ROWS = 64
+"""The number of query rows of a prefill tile, over tokens and heads."""
 MAX_TILE_KEYS = 64
 WIDE_DIM = 128
-TILE_SPLITS = 16  # splits that are summed at a time
-STAGES = 3  # stages of the load pipeline
-STAGES_OF_WHOLE_TILES = 2  # with less shared memory, more programs share a multiprocessor
-MIN_SPLIT_TOKENS = 256  # least context for each program
-MAX_PARTIAL_RESULTS = 4096  # for each head: parts of a step, times splits
+"""Tiles of heads with more dimensions are narrower."""
+TILE_SPLITS = 16
+"""The number of splits that are summed at a time."""
+STAGES = 3
+"""The number of stages of the load pipeline."""
+STAGES_OF_WHOLE_TILES = 2
+"""Likewise for loops without masks: with less shared memory, more programs run at a time."""
+MIN_SPLIT_TOKENS = 256
+"""The least context of a split."""
+MAX_PARTIAL_RESULTS = 4096
+"""The maximum number of partial results for each head: parts of a step, times splits."""
 
 
 class DeviceStep(NamedTuple):
-    """The parts of a step, as arrays on the device; see attention_kernels.py."""
+    """The parts of a step, as arrays on the device; see block_kernels.py."""
 
     first_rows: torch.Tensor  # int32 [P + 1]
     starts: torch.Tensor  # int32 [P]
@@ -116,33 +127,46 @@ def attend(
     depend on the batch, prefill tiles also compute decodes, and one loop covers all keys, because a
     tile's shape and a loop without masks may change the last bits.
     """
-    step, table, kv = paged
-    heads, value_dim = spec.num_heads, spec.value_head_dim
-    out = query.new_empty(step.num_rows, heads, value_dim)
-    sizes = {
-        "NUM_HEADS": heads,
-        "VALUE_DIM": value_dim,
-        "PADDED_VALUE_DIM": max(MIN_TILE, triton.next_power_of_2(value_dim)),
-        "HAS_SINKS": sinks is not None,
-    }
-    group = heads // spec.num_kv_heads
+    step = paged.step
+    out = query.new_empty(step.num_rows, spec.num_heads, spec.value_head_dim)
     tiles = choose_tiles(spec, query.dtype)
-    options = sizes | {
-        "NUM_KV_HEADS": spec.num_kv_heads,
-        "HEAD_DIM": spec.head_dim,
-        "PADDED_DIM": max(MIN_TILE, triton.next_power_of_2(spec.head_dim)),
-        "BLOCK_SIZE": kv.keys.shape[1],
-        "WINDOW": spec.window or 0,
-        "HAS_SOFTCAP": scoring.softcap is not None,
-        "TILE_KEYS": tiles.keys,
-    }
+    layer = _LayerAttention(paged, query, spec, scoring, sinks, out, tiles.keys, is_batch_invariant)
+    if step.num_decodes and not is_batch_invariant:
+        layer.launch(step.num_parts, tiles.decode_rows, step.num_splits, is_decode=True)
+    if step.num_decodes < step.num_parts or is_batch_invariant:
+        tile_tokens = tiles.prefill_rows // (spec.num_heads // spec.num_kv_heads)
+        num_tiles = step.num_rows // tile_tokens + step.num_parts
+        layer.launch(num_tiles, tiles.prefill_rows, 1, is_decode=False)
+    return out
 
-    def launch(num_tiles: int, tile_rows: int, num_splits: int, is_decode: bool) -> None:
+
+class _LayerAttention(NamedTuple):
+    """The arguments of `attend`, its result, and the number of keys of a tile."""
+
+    paged: PagedStep
+    query: torch.Tensor
+    spec: LayerSpec
+    scoring: Scoring
+    sinks: torch.Tensor | None
+    out: torch.Tensor
+    tile_keys: int
+    is_batch_invariant: bool
+
+    def launch(self, num_tiles: int, tile_rows: int, num_splits: int, *, is_decode: bool) -> None:
+        """Attend with tiles of one kind, for the parts of the step that they compute."""
+        (step, table, kv), query, spec, scoring, sinks, out, tile_keys, is_invariant = self
+        heads, value_dim = spec.num_heads, spec.value_head_dim
         is_split = num_splits > 1
         shape = (step.num_parts, heads, num_splits) if is_split else (0, 0, 0)
         sums = query.new_empty(*shape, value_dim, dtype=torch.float32)
         stats = query.new_empty(*shape, 2, dtype=torch.float32)
-        has_whole_tiles = not is_decode and not is_batch_invariant
+        has_whole_tiles = not is_decode and not is_invariant
+        sizes = {
+            "NUM_HEADS": heads,
+            "VALUE_DIM": value_dim,
+            "PADDED_VALUE_DIM": max(MIN_TILE, triton.next_power_of_2(value_dim)),
+            "HAS_SINKS": sinks is not None,
+        }
         attend_kernel[(num_tiles, spec.num_kv_heads, num_splits)](
             *(query, kv.keys, kv.values, sinks, out, sums, stats, table),
             *(step.first_rows, step.starts, step.table_rows, step.num_parts),
@@ -150,13 +174,20 @@ def attend(
             table.stride(0),
             scoring.scale,
             scoring.softcap or 0.0,
+            **sizes,
+            NUM_KV_HEADS=spec.num_kv_heads,
+            HEAD_DIM=spec.head_dim,
+            PADDED_DIM=max(MIN_TILE, triton.next_power_of_2(spec.head_dim)),
+            BLOCK_SIZE=kv.keys.shape[1],
+            WINDOW=spec.window or 0,
+            HAS_SOFTCAP=scoring.softcap is not None,
+            TILE_KEYS=tile_keys,
             IS_DECODE=is_decode,
             IS_SPLIT=is_split,
-            MIN_TOKENS=1 if is_batch_invariant else 2,
+            MIN_TOKENS=1 if is_invariant else 2,
             HAS_WHOLE_TILES=has_whole_tiles,
             TILE_ROWS=tile_rows,
-            TILE_TOKENS=1 if is_decode else tile_rows // group,
-            **options,
+            TILE_TOKENS=1 if is_decode else tile_rows // (heads // spec.num_kv_heads),
             num_stages=STAGES_OF_WHOLE_TILES if has_whole_tiles else STAGES,
         )
         if is_split:
@@ -165,13 +196,6 @@ def attend(
                 **sizes,
                 TILE_SPLITS=TILE_SPLITS,
             )
-
-    if step.num_decodes and not is_batch_invariant:
-        launch(step.num_parts, tiles.decode_rows, step.num_splits, True)
-    if step.num_decodes < step.num_parts or is_batch_invariant:
-        num_tiles = step.num_rows // (tiles.prefill_rows // group) + step.num_parts
-        launch(num_tiles, tiles.prefill_rows, 1, False)
-    return out
 
 
 class TritonAttention:

@@ -1,146 +1,21 @@
-"""Paged attention in Triton: stores keys and values in blocks, and attends to them in place.
+"""Paged attention in Triton, over keys and values in the blocks where they are stored.
 
 One kernel attends, with two kinds of tiles. A prefill tile holds some tokens of one part of the
 step, with all query heads that share a KV head. A decode tile holds the only token of its part; its
-context may be divided among several programs, whose results `combine_kernel` merges. The step's
-arrays on the device determine which tokens a tile holds, so no plan is made on the host, and a
+context may be divided among several programs (`split_kernels.py`). The step's arrays on the device
+(`block_kernels.py`) determine which tokens a tile holds, so no plan is made on the host, and a
 launch depends only on the numbers of parts and tokens. `attention.py` launches the kernels.
 
-Keys are stored as [blocks, block size, KV heads, head dimension], and so are values. A program
-takes its tiles of keys in the order of positions, with an online softmax: `running_max` is the
-greatest score so far, `running_sum` the sum of the weights and `acc` that of the weighted values,
-which are rescaled when a greater score occurs.
-
-The arrays, int32: `first_rows` [P + 1], the row of each part's first token; `starts` [P], its
-position; `table_rows` [P], its row in the block table; `kept_from` [P], the first position whose KV
-is kept.
+A program takes its tiles of keys in the order of positions, with an online softmax: `running_max`
+is the greatest score so far, `running_sum` the sum of the weights and `acc` that of the weighted
+values, which are rescaled when a greater score occurs.
 """
 
 import triton
 import triton.language as tl
 
-# Slices of one array, whose alignment varies. A kernel would be compiled for each alignment.
-BY_PART = ["num_parts", "first_rows", "starts", "table_rows", "kept_from"]
-LOG2_E: tl.constexpr = tl.constexpr(1.4426950408889634)
-
-
-@triton.jit
-def part_at(first_rows, num_parts, index, TOKENS: tl.constexpr, STEP: tl.constexpr):
-    """Return the last part p with first_rows[p] // TOKENS + p * STEP <= index."""
-    low = num_parts * 0
-    high = num_parts - 1
-    while low < high:
-        middle = (low + high + 1) // 2
-        first = tl.load(first_rows + middle) // TOKENS + middle * STEP
-        low = tl.where(first <= index, middle, low)
-        high = tl.where(first <= index, high, middle - 1)
-    return low
-
-
-@triton.jit
-def slot_of(table, table_row, table_stride, position, kept_from, BLOCK_SIZE: tl.constexpr):
-    """Return a token's slot, or the null block's first slot if its KV is not kept."""
-    block = tl.load(table + table_row.to(tl.int64) * table_stride + position // BLOCK_SIZE)
-    slot = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-    return tl.where(position < kept_from, 0, slot)
-
-
-@triton.jit
-def slot_of_row(
-    table,
-    table_stride,
-    first_rows,
-    starts,
-    table_rows,
-    kept_from,
-    num_parts,
-    row,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Return the slot of the token in a row of the step."""
-    part = part_at(first_rows, num_parts, row, 1, 0)
-    position = tl.load(starts + part) + row - tl.load(first_rows + part)
-    kept = tl.load(kept_from + part)
-    return slot_of(table, tl.load(table_rows + part), table_stride, position, kept, BLOCK_SIZE)
-
-
-@triton.jit
-def store_heads(
-    x,
-    target,
-    first_head,
-    NUM_HEADS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    """Store the heads of one token in `target`, [heads, DIM], from `first_head` on."""
-    head = tl.arange(0, PADDED_HEADS)[:, None]
-    dim = tl.arange(0, PADDED_DIM)[None, :]
-    exists = (head < NUM_HEADS) & (dim < DIM)
-    tl.store(target + (first_head + head) * DIM + dim, x, mask=exists)
-
-
-@triton.jit
-def load_heads(
-    source,
-    head_stride,
-    NUM_HEADS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,
-    DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-):
-    """Return the heads of one token, with any value as padding."""
-    head = tl.arange(0, PADDED_HEADS)[:, None]
-    dim = tl.arange(0, PADDED_DIM)[None, :]
-    exists = (head < NUM_HEADS) & (dim < DIM)
-    # The stride may span a whole step.
-    return tl.load(source + head.to(tl.int64) * head_stride + dim, mask=exists)
-
-
-@triton.jit(do_not_specialize=BY_PART)
-def store_kernel(
-    key,
-    value,
-    keys,
-    values,
-    table,
-    first_rows,
-    starts,
-    table_rows,
-    kept_from,
-    num_parts,
-    key_strides,
-    value_strides,
-    table_stride,
-    NUM_KV_HEADS: tl.constexpr,
-    PADDED_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    PADDED_DIM: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    """Store the keys and values of one token. Grid: tokens."""
-    row = tl.program_id(0)
-    slot = slot_of_row(
-        *(table, table_stride, first_rows, starts, table_rows, kept_from, num_parts),
-        *(row, BLOCK_SIZE),
-    )
-    wide_row = row.to(tl.int64)
-    x = load_heads(
-        *(key + wide_row * key_strides[0], key_strides[1]),
-        *(NUM_KV_HEADS, PADDED_HEADS, HEAD_DIM, PADDED_DIM),
-    )
-    store_heads(x, keys, slot * NUM_KV_HEADS, NUM_KV_HEADS, PADDED_HEADS, HEAD_DIM, PADDED_DIM)
-    x = load_heads(
-        *(value + wide_row * value_strides[0], value_strides[1]),
-        *(NUM_KV_HEADS, PADDED_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
-    )
-    store_heads(
-        *(x, values, slot * NUM_KV_HEADS),
-        *(NUM_KV_HEADS, PADDED_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
-    )
+from worker_proc.cuda.block_kernels import BY_PART, part_at
+from worker_proc.cuda.split_kernels import LOG2_E, keys_of_split, store_partial
 
 
 @triton.jit
@@ -297,14 +172,6 @@ def load_queries(
 
 
 @triton.jit
-def keys_of_split(begin, end, TILE_KEYS: tl.constexpr):
-    """Return the keys of this program's split, given the range of all keys."""
-    length = tl.cdiv(tl.cdiv(end - begin, TILE_KEYS), tl.num_programs(2)) * TILE_KEYS
-    begin += tl.program_id(2) * length
-    return begin, tl.minimum(end, begin + length)
-
-
-@triton.jit
 def keys_of_tile(
     start,
     first_token,
@@ -342,30 +209,6 @@ def loop_bounds(
     else:
         loop_begin, loop_end = whole_end, end
     return loop_begin, loop_end
-
-
-@triton.jit
-def store_partial(
-    running_max,
-    running_sum,
-    acc,
-    partial_out,
-    partial_stats,
-    part,
-    head,
-    is_row,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-):
-    """Store the state of a split's softmax for `combine_kernel`: float32 `partial_out`,
-    [parts, heads, splits, value dimension], and `partial_stats`, [parts, heads, splits, 2]."""
-    dim = tl.arange(0, PADDED_VALUE_DIM)[None, :]
-    exists = is_row[:, None] & (dim < VALUE_DIM)
-    offset = (part.to(tl.int64) * NUM_HEADS + head) * tl.num_programs(2) + tl.program_id(2)
-    tl.store(partial_out + offset[:, None] * VALUE_DIM + dim, acc, mask=exists)
-    tl.store(partial_stats + offset * 2, running_max, mask=is_row)
-    tl.store(partial_stats + offset * 2 + 1, running_sum, mask=is_row)
 
 
 @triton.jit
@@ -503,54 +346,3 @@ def attend_kernel(
                 VALUE_DIM,
                 PADDED_VALUE_DIM,
             )
-
-
-@triton.jit(do_not_specialize=["first_rows", "num_splits"])
-def combine_kernel(
-    partial_out,
-    partial_stats,
-    sinks,
-    out,
-    first_rows,
-    num_splits,
-    NUM_HEADS: tl.constexpr,
-    VALUE_DIM: tl.constexpr,
-    PADDED_VALUE_DIM: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    TILE_SPLITS: tl.constexpr,
-):
-    """Merge the splits of one decode and head. Grid: parts, heads."""
-    part = tl.program_id(0)
-    head = tl.program_id(1)
-    first_row = tl.load(first_rows + part)
-    if tl.load(first_rows + part + 1) - first_row == 1:
-        dim = tl.arange(0, PADDED_VALUE_DIM)
-        exists = dim < VALUE_DIM
-        first = (part.to(tl.int64) * NUM_HEADS + head) * num_splits
-        index = tl.arange(0, TILE_SPLITS)
-        running_max = tl.full([], float("-inf"), tl.float32)
-        running_sum = tl.zeros([], tl.float32)
-        if HAS_SINKS:
-            running_max = tl.load(sinks + head).to(tl.float32) * LOG2_E
-            running_sum += 1.0
-        acc = tl.zeros([PADDED_VALUE_DIM], tl.float32)
-        for first_split in range(0, num_splits, TILE_SPLITS):
-            split = first_split + index
-            is_split = split < num_splits
-            offset = first + split
-            split_max = tl.load(partial_stats + offset * 2, mask=is_split, other=float("-inf"))
-            split_sum = tl.load(partial_stats + offset * 2 + 1, mask=is_split, other=0.0)
-            split_acc = tl.load(
-                partial_out + offset[:, None] * VALUE_DIM + dim[None, :],
-                mask=is_split[:, None] & exists[None, :],
-                other=0.0,
-            )
-            # The first split has keys, so this is finite.
-            greatest = tl.maximum(running_max, tl.max(split_max, axis=0))
-            shares = tl.exp2(split_max - greatest)
-            rescale = tl.exp2(running_max - greatest)
-            acc = acc * rescale + tl.sum(split_acc * shares[:, None], axis=0)
-            running_sum = running_sum * rescale + tl.sum(split_sum * shares, axis=0)
-            running_max = greatest
-        target = out + (first_row.to(tl.int64) * NUM_HEADS + head) * VALUE_DIM + dim
-        tl.store(target, (acc / running_sum).to(out.dtype.element_ty), mask=exists)

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from protocol.sampling import SamplingParams
-from worker_proc.cuda.choice_kernels import NOT_FINITE, NUM_COLUMNS, choose_kernel
+from worker_proc.cuda.choice_kernels import NOT_FINITE, NUM_COLUMNS, UNIT, choose_kernel
 from worker_proc.grammar.masks import RowMasks
 from worker_proc.inputs import to_device
 from worker_proc.sampling.edited_rows import edit_rows
@@ -22,11 +22,11 @@ from worker_proc.sampling.logit_edits import SamplingRow
 MAX_NEAR = 2**14
 """Maximum number of tokens near the best one that are listed; a row with more is searched as a
 whole."""
-MAX_TILE_TOKENS = 2048  # lets two programs share a multiprocessor of an H100
+MAX_TILE_TOKENS = 2048
+"""With it, two programs share a multiprocessor of an H100."""
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LINE = struct.Struct("=qddqq")  # seed, temperature, top_p, top_k, min_weight
 _GREEDY = _LINE.pack(0, 0.0, 1.0, 0, 0)
-_UNIT = 2.0**40
 
 
 def pack_parameters(params: SamplingParams, vocab_size: int) -> bytes:
@@ -35,7 +35,7 @@ def pack_parameters(params: SamplingParams, vocab_size: int) -> bytes:
         return _GREEDY
     top_k = params.top_k if 0 < params.top_k < vocab_size else 0
     # Exact: the product only changes the exponent, and the bound is at most 2**40.
-    min_weight = -int(-params.min_p * _UNIT // 1)
+    min_weight = -int(-params.min_p * UNIT.value // 1)
     return _LINE.pack(params.seed, params.temperature, params.top_p, top_k, min_weight)
 
 

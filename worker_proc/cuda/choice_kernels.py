@@ -1,10 +1,10 @@
 """Chooses tokens in Triton, one program for each row, as defined in `sampling/inverse_cdf.py`.
 
 Nothing is sorted. A rank in a row (descending score, ties by id) is a key, which is the score as an
-ordered integer, and the number of preceding tokens with the same key. Both
-cuts, top_k and top_p, bisect the keys: each step sums the weights of all tokens above a key. The
-cuts read a list of the tokens near the best one if they are among these, as in nearly all rows, and
-otherwise the whole row. Weights are integers, so the order of summation cannot change a token.
+ordered integer, and the number of preceding tokens with the same key. Both cuts, top_k and top_p,
+bisect the keys: each step sums the weights of all tokens above a key. In nearly all rows the kept
+tokens are near the best one, and the cuts read only a list of the near tokens; otherwise they read
+the whole row. Weights are integers, so the order of summation cannot change a token.
 
 Columns of `parameters`, int64, a line for each request: see `choice.pack_parameters`.
 """

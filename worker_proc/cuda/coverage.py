@@ -46,8 +46,8 @@ def _why_not_triton(layers: Sequence[ProbedLayer]) -> str:
         return reason
     for layer in layers:
         spec = layer.spec
-        head_dim, group = max(spec.head_dim, spec.value_head_dim), spec.num_heads
-        group //= spec.num_kv_heads
+        head_dim = max(spec.head_dim, spec.value_head_dim)
+        group = spec.num_heads // spec.num_kv_heads
         if head_dim > MAX_HEAD_DIM:
             return f"{layer.module_name} has heads of {head_dim} dimensions; at most {MAX_HEAD_DIM}"
         if group > MAX_HEADS_PER_KV_HEAD:

@@ -5,6 +5,9 @@ import triton
 
 from worker_proc.cuda.attention import PagedStep
 from worker_proc.cuda.pointwise_kernels import (
+    ALL_HEADS,
+    EACH_HEAD,
+    NO_NORM,
     activate_kernel,
     add_up_kernel,
     norm_kernel,
@@ -15,7 +18,6 @@ from worker_proc.modules.pointwise import FusedRMSNorm
 from worker_proc.native.structures import Activation, Rotation
 
 ACTIVATION_TILE = 1024
-_NO_NORM, _EACH_HEAD, _ALL_HEADS = 0, 1, 2
 
 
 class TritonLibrary:
@@ -83,9 +85,9 @@ def rotate_and_store(
     cosines, sines = angles
     query = qkv.new_empty(len(qkv), spec.num_heads, spec.head_dim)
     query_norm, key_norm = norms or (None, None)
-    head_norm = _NO_NORM
+    head_norm = NO_NORM
     if query_norm is not None:
-        head_norm = _EACH_HEAD if len(query_norm.factors) == spec.head_dim else _ALL_HEADS
+        head_norm = EACH_HEAD if len(query_norm.factors) == spec.head_dim else ALL_HEADS
     rotate_and_store_kernel[(len(qkv),)](
         *(qkv, query, kv.keys, kv.values),
         None if query_norm is None else query_norm.factors,
@@ -105,7 +107,7 @@ def rotate_and_store(
         BLOCK_SIZE=kv.keys.shape[1],
         NUM_ROTATED=0 if rotation is Rotation.NONE else cosines.shape[1],
         ROTATION=int(rotation),
-        HEAD_NORM=head_norm,
+        HEAD_NORM=head_norm.value,
         ROUNDS_FIRST=query_norm is not None and query_norm.round_first,
     )
     return query

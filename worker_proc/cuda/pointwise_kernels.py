@@ -6,11 +6,13 @@ Values are rounded to the model's dtype at the same points as in transformers' m
 import triton
 import triton.language as tl
 
-from worker_proc.cuda.attention_kernels import BY_PART, load_heads, slot_of_row, store_heads
+from worker_proc.cuda.block_kernels import BY_PART, load_heads, slot_of_row, store_heads
+from worker_proc.native.structures import Activation, Rotation
 
-HALVES, PAIRS = tl.constexpr(0), tl.constexpr(1)  # numbers of native.structures.Rotation
-SILU, GELU_TANH = tl.constexpr(0), tl.constexpr(1)  # numbers of native.structures.Activation
-GELU = tl.constexpr(2)
+HALVES = tl.constexpr(Rotation.HALVES.value)
+SILU = tl.constexpr(Activation.SILU.value)
+GELU_TANH = tl.constexpr(Activation.GELU_TANH.value)
+GELU = tl.constexpr(Activation.GELU.value)
 # Values of HEAD_NORM: none, a norm of each head, or one norm over all heads.
 NO_NORM, EACH_HEAD, ALL_HEADS = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
@@ -221,7 +223,7 @@ def rotate_and_store_kernel(
     """Write one token's queries to `query`, and its keys and values to their blocks. Grid: rows.
 
     A row of `qkv` has the queries of all heads, then the keys and the values of all KV heads.
-    `query` is [rows, heads, head dimension]. Blocks are as in attention_kernels.py.
+    `query` is [rows, heads, head dimension]. Blocks are as in block_kernels.py.
     """
     row = tl.program_id(0)
     wide_row = row.to(tl.int64)

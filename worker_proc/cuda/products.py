@@ -6,7 +6,8 @@ import triton
 from worker_proc.cuda.product_kernels import product_kernel
 
 TILE_ROWS, TILE_OUTPUTS = 64, 64
-TILE_BYTES = 128  # bytes of a row's inputs in a tile
+TILE_BYTES = 128
+"""The bytes of a row's inputs in a tile."""
 
 
 def multiply(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

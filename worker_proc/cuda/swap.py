@@ -13,7 +13,8 @@ from worker_proc.cuda.swap_kernels import copy_blocks_kernel
 from worker_proc.inputs import to_device
 from worker_proc.kv.kv_pool import Pairs
 
-_CPU = torch.device("cpu")  # where the kernel is interpreted
+_CPU = torch.device("cpu")
+"""The device on which the kernel is interpreted."""
 WORD_BYTES = 8
 TILE_WORDS = 1024
 

@@ -14,9 +14,11 @@ from triton.compiler import ASTSource
 
 from worker_proc.cuda import (
     attention_kernels,
+    block_kernels,
     choice_kernels,
     pointwise_kernels,
     product_kernels,
+    split_kernels,
     swap_kernels,
 )
 from worker_proc.cuda.attention import (
@@ -25,7 +27,7 @@ from worker_proc.cuda.attention import (
     TILE_SPLITS,
     choose_tiles,
 )
-from worker_proc.cuda.attention_kernels import BY_PART
+from worker_proc.cuda.block_kernels import BY_PART
 from worker_proc.cuda.choice import MAX_NEAR, MAX_TILE_TOKENS
 from worker_proc.cuda.coverage import MAX_HEAD_DIM, MAX_HEADS_PER_KV_HEAD
 from worker_proc.cuda.device_sampler import FEED_TILE
@@ -143,8 +145,8 @@ def main() -> None:
         compile_attention(dtype, dim, group)
     usual = HEADS | PADDED_HEADS | FLAGS | _dims(128)
     splits = {"TILE_SPLITS": TILE_SPLITS}
-    compile_for(attention_kernels.combine_kernel, "bf16", usual | splits)
-    compile_for(attention_kernels.store_kernel, "bf16", usual)
+    compile_for(split_kernels.combine_kernel, "bf16", usual | splits)
+    compile_for(block_kernels.store_kernel, "bf16", usual)
     for head_norm in (0, 1, 2):
         sizes = usual | {"HEAD_NORM": head_norm, "ROTATION": head_norm}
         if head_norm == Rotation.NONE:
