@@ -1,1 +1,1 @@
-"""Checkpoints whose weights are stored as codes: one file for each format, and what they share."""
+"""Checkpoints whose weights are stored as codes: a file for each format, and shared parts."""

@@ -1,8 +1,8 @@
 """Checkpoints of AutoRound, in the layouts of other libraries.
 
 `packing_format` names the layout: that of GPTQ, of AWQ, or of compressed-tensors for numbers in
-floating point. The plain "auto_round" is that of GPTQ with zero points as they are. `extra_config`
-has the settings of layers that differ, by their names or by regular expressions.
+floating point. The plain "auto_round" is the layout of GPTQ, but stores zero points unchanged.
+`extra_config` has the settings of layers that differ, by their names or by regular expressions.
 """
 
 import re
@@ -30,18 +30,20 @@ _NAME = re.compile(r"[\w.]+")
 """Keys of `extra_config` that are names; others are regular expressions."""
 _PLAIN_BITS = 16
 _DEFAULTS = {"bits": 4, "group_size": 128}
-"""Of AutoRound, where settings are missing."""
+"""AutoRound's values for missing settings."""
 _MX, _NV = ("mx_fp", "mx_fp_rceil"), ("nv_fp", "nv_fp4", "nv_fp4_with_static_gs")
 """Values of `data_type` for numbers with powers of two as scales, and for NVFP4."""
 _SCALE, _WHOLE_SCALE = "weight_scale", WholeScale("weight_global_scale", divides=True)
 
 
 class _Packing(NamedTuple):
-    """A layout."""
+    """A layout of weights."""
 
     read: Callable[[Settings], Scheme]
     codes: tuple[str, ...]
+    """The names that a layer's tensor of codes may have."""
     parts: frozenset[str]
+    """The names of a layer's other tensors."""
 
 
 def read_auto_round(settings: Settings) -> CheckpointFormat:
@@ -81,7 +83,7 @@ def _read_int(
 ) -> Scheme:
     """Return the scheme of whole numbers; `zeros` is the version of GPTQ, if it is not the first.
 
-    Layers whose inputs are rounded, too, have another layout.
+    Settings with rounded inputs are refused, since such layers have another layout.
     """
     settings.one_of("data_type", ("int",), "int")
     settings.one_of("act_bits", (16, 32), 16)

@@ -1,8 +1,8 @@
 """AWQ checkpoints in the layout for matrix products ("gemm"), as AutoAWQ writes them.
 
 A layer has `qweight`, int32 `[inputs, outputs / 8]`, `qzeros`, int32 `[groups, outputs / 8]`, and
-`scales`, `[groups, outputs]`. A word has eight outputs; from the lowest bits on they are those
-with the numbers of `ORDER`.
+`scales`, `[groups, outputs]`. A word has the codes of eight consecutive outputs, in the order of
+`ORDER` from the lowest bits on.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ GROUP_SIZES = (-1, 32, 64, 128)
 PARTS = frozenset({"qzeros", "scales"})
 """The tensors of a layer next to its codes."""
 _LAYOUT_KEYS = ("version", "format", "checkpoint_format")
-"""Where AutoAWQ and GPTQModel name the layout."""
+"""The keys under which AutoAWQ and GPTQModel name the layout."""
 _NUM_BITS = 4
 _PER_WORD = 8
 

@@ -4,10 +4,11 @@ With 8 bits a layer has `weight`, int8 `[outputs, inputs]`, and `SCB`, float32 `
 greatest magnitude of each output, which is code 127.
 
 With 4 bits `weight` is uint8 `[outputs * inputs / 2, 1]`, whose bytes hold two consecutive inputs,
-the first one in the higher bits. A code is a place in `weight.quant_map`, float32 `[16]`, whose
-values are multiplied by the scale of a block of consecutive inputs, `weight.absmax`, float32. Or
-scales are codes, too: uint8 places in `weight.nested_quant_map`, float32 `[256]`, times the scale
-of a block of scales, `weight.nested_absmax`, plus an offset.
+the first one in the higher bits. A code is an index into `weight.quant_map`, float32 `[16]`, whose
+values are multiplied by the scale of a block of consecutive inputs, `weight.absmax`, float32.
+Scales may be codes, too: uint8 indices into `weight.nested_quant_map`, float32 `[256]`, whose
+values are multiplied by the scale of a block of scales, `weight.nested_absmax`, and then added to
+an offset.
 `weight.quant_state.bitsandbytes__TYPE` is a text in JSON with the shape, the lengths of blocks and
 that offset.
 """
@@ -63,7 +64,7 @@ class Int8Scheme:
 
 
 class _State(NamedTuple):
-    """What the text of a layer states."""
+    """The contents of a layer's text."""
 
     shape: tuple[int, int]
     block_size: int
@@ -72,7 +73,7 @@ class _State(NamedTuple):
 
 
 class TableScheme:
-    """Numbers of 4 bits, which are places in a table of 16 values."""
+    """Codes of 4 bits, which are indices into a table of 16 values."""
 
     codes_rows = False
 
@@ -122,7 +123,7 @@ class TableScheme:
 
 
 def _read_state(text: torch.Tensor) -> _State:
-    """Return what the text of a layer states; raises ValueError."""
+    """Return the contents of a layer's text; raise ValueError if it is invalid."""
     try:
         content = json.loads(bytes(text.flatten().tolist()))
         nested = content.get("nested_blocksize")

@@ -1,9 +1,9 @@
 """A parameter of a model whose values are still codes in the checkpoint's files.
 
 transformers' loader renames such tensors, and joins them to those of mixtures of experts, without
-reading them; so does the code that takes a rank's part of them. Where a module computes with one,
-its values are dequantized for this one operation: so modules can be tried before their weights are
-packed, and at most one weight is in memory.
+reading them; so does the code that takes a rank's part of them. If a module computes with one, its
+values are dequantized for this operation only. So modules can be tried before their weights are
+packed, and at most one dequantized weight is in memory.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -38,7 +38,7 @@ class CodedTensor(torch.Tensor):
         return f"CodedTensor({self.experts[0][0].name}, shape={list(self.shape)})"
 
     def __deepcopy__(self, _: object) -> "CodedTensor":
-        return self  # what it stands for does not change
+        return self  # it is never written
 
     def read(self, expert: int = 0) -> QuantizedWeight | None:
         """Read the codes of one expert, or of the matrix; None: its parts cannot be joined."""
@@ -46,7 +46,7 @@ class CodedTensor(torch.Tensor):
         return join_outputs(weights) if can_join(weights) else None
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """Return the values that the codes stand for, of `dtype` or of the tensor's own type."""
+        """Return the values of the codes, in `dtype` or in the tensor's own type."""
         dtype = dtype or self.dtype
         matrices = [[part.read().dequantize(dtype) for part in parts] for parts in self.experts]
         joined = [torch.cat(rows) if len(rows) > 1 else rows[0] for rows in matrices]
@@ -65,7 +65,7 @@ class CodedTensor(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        # In inference mode torch would let no new tensor stand for a detached one or a view.
+        # In inference mode torch would refuse a new tensor as the result of a view.
         with torch.inference_mode(False):
             found = _joined(func, args)
         if found is not None:
@@ -78,7 +78,7 @@ class CodedTensor(torch.Tensor):
 def _joined(func: Any, args: tuple[Any, ...]) -> CodedTensor | None:
     """Return the result of an operation that moves matrices, or outputs or inputs of each.
 
-    None: it needs their values.
+    None: the operation needs the values.
     """
     first = args[0]
     if func in (_aten.detach.default, _aten.alias.default, _aten.clone.default):
@@ -138,10 +138,10 @@ def _flat(nested: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 class CodedSlice:
-    """A weight that the loader takes without reading it, by the slice of all of it."""
+    """A weight in the form of a file's slice, which the loader takes without reading the codes."""
 
     def __init__(self, experts: tuple[Parts, ...], dtype: torch.dtype, *, dim: int) -> None:
-        """Take what `CodedTensor` takes."""
+        """Take the arguments of `CodedTensor`."""
         self._experts, self._dtype, self._dim = experts, dtype, dim
 
     def __getitem__(self, _: object) -> torch.Tensor:

@@ -48,7 +48,7 @@ _WHOLE_SCALE = WholeScale("weight_global_scale", divides=True)
 GROUP_SIZES = (32, 64, 128)
 _ALL_LAYERS, _REGEX = "Linear", "re:"
 _IN_WEIGHTS = ("weight_input", "weight_output")
-"""Where a rotation is part of the weights that are stored. Those of other places rotate rows."""
+"""Locations of rotations that the stored weights contain; at other locations rows are rotated."""
 
 
 class IntScheme:

@@ -1,7 +1,7 @@
-"""The tensors of a quantized checkpoint, as the weights that they stand for.
+"""The weights of a quantized checkpoint, made of the tensors in its files.
 
 Nothing is read before it is needed: files are mapped, and a weight is dequantized when the loader
-asks for it, or never, where its codes stay in memory.
+requests it, or never, if its codes stay in memory.
 """
 
 import math
@@ -49,18 +49,18 @@ Parts = tuple[CodedWeight, ...]
 
 
 class WholeWeight(Protocol):
-    """A weight of some dimensions that is dequantized when it is read."""
+    """A weight of any number of dimensions that is dequantized when it is read."""
 
     shape: torch.Size
     experts: tuple[Parts, ...]
-    """The weights in codes of each expert, or of the one matrix; none: its codes do not stay."""
+    """The weights in codes of each expert, or of the one matrix; empty: its codes do not stay."""
 
     def read(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight in `dtype`; raises CheckpointError."""
 
 
 class WeightFiles(Protocol):
-    """The files of a checkpoint: weights of layers in codes, those of more, other tensors."""
+    """The files of a checkpoint: weights of layers in codes, whole weights, and plain tensors."""
 
     report: CodesReport
     plain: dict[str, StoredTensor]
@@ -71,10 +71,10 @@ class WeightFiles(Protocol):
 
     @property
     def weights(self) -> Mapping[str, CodedWeight]:
-        """By the names that plain weights would have."""
+        """The weights of layers, by the names that plain weights would have."""
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return what all tensors need if their codes stay; others are of `dtype`."""
+        """Return the bytes of all tensors if codes stay codes; other tensors are of `dtype`."""
 
     def plain_slices(self) -> dict[str, Any]:
         """Return slices of the tensors that are not quantized."""
@@ -115,7 +115,7 @@ class StoredWeight:
 
 
 class DenseWeight:
-    """A weight that is dequantized when it is read, by the slice of all of it."""
+    """A weight in the form of a file's slice, which is dequantized when it is read."""
 
     def __init__(self, stored: CodedWeight, dtype: torch.dtype) -> None:
         self._stored, self._dtype = stored, dtype
@@ -125,7 +125,7 @@ class DenseWeight:
 
 
 class _OfExpert:
-    """What a tensor has of one expert, by the slice of all of it."""
+    """The part of one expert in a tensor of all experts, in the form of a file's slice."""
 
     def __init__(self, slices: Any, number: int) -> None:
         self._slices, self._number = slices, number
@@ -157,7 +157,7 @@ class StoredExperts:
 
 
 class DenseWhole:
-    """A whole weight that is dequantized when it is read, by the slice of all of it."""
+    """A whole weight in the form of a file's slice, which is dequantized when it is read."""
 
     def __init__(self, stored: WholeWeight, dtype: torch.dtype) -> None:
         self._stored, self._dtype = stored, dtype
@@ -177,9 +177,9 @@ class QuantizedFiles:
         self.report = CodesReport(format.method)
         self._open: dict[str, Any] = {}
         self.weights: dict[str, StoredWeight] = {}
-        """By the names that plain weights would have."""
+        """The weights of layers, by the names that plain weights would have."""
         self.whole: dict[str, StoredExperts] = {}
-        """Likewise, those of all experts of a mixture."""
+        """The weights of all experts of a mixture, by the names that plain weights would have."""
         self.plain: dict[str, StoredTensor] = {}
         layers = _layers(stored, format)
         for layer, names in layers.items():
@@ -224,7 +224,7 @@ class QuantizedFiles:
             self.weights[f"{name}.weight"] = StoredWeight(name, scheme, shape, own, self.report)
 
     def _find_experts(self, stored: Mapping[str, StoredTensor], scheme: StackedScheme) -> set[str]:
-        """Add the weights of experts; returns the names of their tensors."""
+        """Add the weights of experts; return the names of their tensors."""
         used = set()
         for codes in (name for name in stored if name.endswith(scheme.ends[0])):
             weight = codes.removesuffix(scheme.ends[0])
@@ -240,7 +240,7 @@ class QuantizedFiles:
         return used
 
     def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return what all tensors need if their codes stay; others are of `dtype`."""
+        """Return the bytes of all tensors if codes stay codes; other tensors are of `dtype`."""
         plain = sum(math.prod(tensor.shape) for tensor in self.plain.values())
         plain += sum(experts.shape.numel() for experts in self.whole.values())
         weights = self.weights.values()
@@ -267,9 +267,9 @@ def _read_one(tensors: Mapping[str, Any], name: str) -> torch.Tensor:
 
 
 def _layers(stored: Mapping[str, StoredTensor], format: CheckpointFormat) -> dict[str, list[str]]:
-    """Return the names of the tensors of each quantized layer, within it, that of the codes first.
+    """Return the names of each quantized layer's tensors within the layer, the codes first.
 
-    Its tensors show whether a layer is quantized: a list of those that are not adds nothing.
+    The tensors show whether a layer is quantized, so lists of plain layers are not needed.
     """
     return {
         layer: [own, *_parts(stored, format, layer)]

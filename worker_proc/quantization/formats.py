@@ -1,4 +1,4 @@
-"""Reads `quantization_config` of config.json: which format a checkpoint is stored in."""
+"""Determines the format of a checkpoint from `quantization_config` in config.json."""
 
 import json
 import logging

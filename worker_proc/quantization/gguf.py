@@ -1,4 +1,4 @@
-"""What config.json of a directory that stands for a GGUF model states of its files."""
+"""Directories that stand for GGUF models: their config.json states which files are meant."""
 
 import os
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def file_states(paths: Sequence[Path]) -> dict[str, Any]:
 
 
 def read_gguf(settings: Settings) -> CheckpointFormat:
-    """Return the format, whose files must be there; what is in them is checked later."""
+    """Return the format, whose files must exist; their contents are checked later."""
     sizes, times = settings.get(_SIZES), settings.get(_TIMES)
     if not _are_numbers(sizes) or not _are_numbers(times) or len(sizes) != len(times):
         raise CheckpointError(

@@ -27,7 +27,7 @@ GROUP_SIZES = (-1, 32, 64, 128)
 PARTS = frozenset({"qzeros", "scales", "g_idx"})
 """The tensors of a layer next to its codes."""
 _FORMAT_KEYS = ("checkpoint_format", "format")
-"""Where AutoGPTQ and GPTQModel state the version of the format; a checkpoint may have one alone."""
+"""The keys of the format's version in AutoGPTQ and GPTQModel; a checkpoint may have only one."""
 
 
 class GptqScheme:

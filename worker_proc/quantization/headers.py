@@ -11,9 +11,8 @@ import msgspec
 
 from worker_proc.errors import CheckpointError
 
-_MAX_HEADER_BYTES = 100_000_000  # as in the safetensors library
-
-
+_MAX_HEADER_BYTES = 100_000_000
+"""The bound of the safetensors library."""
 _ITEM_BITS = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 64),
     **dict.fromkeys(("F32", "I32", "U32"), 32),
@@ -23,7 +22,7 @@ _ITEM_BITS = {
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
     "F4": 4,
 }
-"""Of the types that the safetensors library knows."""
+"""The sizes of values, by the names of types in the safetensors library."""
 _Size = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 
 
@@ -39,7 +38,8 @@ class StoredTensor(NamedTuple):
     """A tensor as the header of a safetensors file describes it."""
 
     file: str
-    dtype: str  # the format's own name, such as F32 or F8_E4M3
+    dtype: str
+    """The name of the type in the format, such as F32 or F8_E4M3."""
     shape: tuple[int, ...]
 
 
@@ -52,7 +52,7 @@ def read_headers(directory: str) -> dict[str, StoredTensor]:
 
 
 def _weight_files(directory: Path) -> list[Path]:
-    """The files that transformers reads: one, or those of an index."""
+    """Return the files that transformers reads: one, or those of an index."""
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file() or not index.is_file():
         return [path for path in [directory / "model.safetensors"] if path.is_file()]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from worker_proc.quantization.scheme import Scheme, Settings
 
 _PLAIN, _CODED = "-:", "+:"
-"""Prefixes of the rules of `dynamic`, for layers that are not quantized, and for others."""
+"""Prefixes of the rules of `dynamic`: for plain layers, and for quantized ones."""
 
 
 class LayerRule(NamedTuple):

@@ -1,4 +1,4 @@
-"""The formats of quantized checkpoints by their names; formats.py has what reads them."""
+"""The names of the formats of quantized checkpoints; formats.py has their readers."""
 
 import json
 from collections.abc import Mapping
@@ -8,14 +8,14 @@ from typing import Any
 from worker_proc.errors import UnsupportedModel
 
 KEY = "quantization_config"
-"""Of config.json."""
+"""The key of the settings in config.json."""
 GGUF = "gguf"
 MODELOPT = "modelopt"
 OWN_FILE = "hf_quant_config.json"
-"""Which older checkpoints of Model Optimizer have instead."""
+"""The file with the settings in older checkpoints of Model Optimizer."""
 MLX = "mlx"
 MLX_KEY = "quantization"
-"""Of config.json, where MLX has its settings; newer checkpoints repeat them under the usual key."""
+"""The key of MLX's settings in config.json; newer checkpoints repeat them under the usual key."""
 METHODS = (
     *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", GGUF, "gptq"),
     *(MODELOPT, "mxfp4"),

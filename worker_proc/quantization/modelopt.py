@@ -23,7 +23,7 @@ _MIXED, _MXFP8 = "MIXED_PRECISION", "MXFP8"
 _PLAIN = ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "NVFP4", "W4A16_NVFP4", "W4A8_NVFP4_FP8")
 _CACHE_KEYS = ("kv_cache_quant_algo", "kv_cache_scheme")
 _SECTION = "quantization"
-"""Of hf_quant_config.json, or of a `quantization_config` that has its content."""
+"""The key of the settings in hf_quant_config.json, and in a `quantization_config` of this form."""
 
 
 def read_modelopt(settings: Settings) -> CheckpointFormat | None:
@@ -49,7 +49,7 @@ def read_modelopt(settings: Settings) -> CheckpointFormat | None:
 
 
 def settings_beside(path: Path) -> Settings | None:
-    """Return what hf_quant_config.json beside config.json states; None: there is none.
+    """Return the settings of the hf_quant_config.json next to a config.json; None: it is missing.
 
     `path` is that of config.json.
     """

@@ -17,12 +17,12 @@ from worker_proc.quantization.scheme import CheckpointFormat, Scheme, Settings, 
 
 BLOCKS, SCALES = "_blocks", "_scales"
 E2M1_GROUP = 32
-"""Inputs of a block."""
+"""The number of inputs of a block."""
 _BYTES = E2M1_GROUP // 2
 _BIAS, _NOT_A_NUMBER = 127, 255
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1_VALUES = (*_MAGNITUDES, *(-value for value in _MAGNITUDES))
-"""What codes stand for; the fourth bit is the sign."""
+"""The values of the codes; the fourth bit of a code is the sign."""
 
 
 class Mxfp4Scheme:
@@ -45,7 +45,7 @@ class Mxfp4Scheme:
     def read(
         self, slices: Mapping[str, Any], shape: Sequence[int], dtype: torch.dtype
     ) -> torch.Tensor:
-        """One expert after the other is dequantized; products are exact in bfloat16."""
+        """Dequantize one expert after the other; products are exact in bfloat16."""
         weight = torch.empty(*shape, dtype=dtype)
         for number in range(len(weight)):
             blocks, scales = (slices[end][number : number + 1][0] for end in self.ends)

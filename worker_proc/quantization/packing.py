@@ -1,7 +1,7 @@
-"""Packs the codes of a checkpoint's weight for the kernels, as they are: nothing is rounded again.
+"""Packs the codes of a checkpoint's weight for the kernels, without rounding them again.
 
-The kernels (native/products/grouped_codes.h) make (code - zero point) · scale of them in float32,
-or code · scale + minimum, or entry of a table · scale, as `QuantizedWeight.dequantize` does.
+Like `QuantizedWeight.dequantize`, the kernels (native/products/grouped_codes.h) compute a value in
+float32 as (code - zero point) · scale, code · scale + minimum, or entry of a table · scale.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,7 +14,7 @@ from worker_proc.native.packed_weights import Format, Grouping, PackedWeight, by
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
 TILE_INPUTS = 32
-"""Of a tile of codes; a group is a whole number of them, or half of one."""
+"""The inputs of a tile of codes; a group is a whole number of tiles, or half of one."""
 _MIN_GROUP_INPUTS = TILE_INPUTS // 2
 _FORMATS = {
     CodeKind.INT4: Format.GROUPED_INT4,
@@ -24,17 +24,17 @@ _FORMATS = {
     CodeKind.FP4: Format.GROUPED_TABLE,
 }
 _E4M3_FACTOR = 2.0**120
-"""Of scales: the kernel reads a number in e4m3 as a float with another bias of the exponent."""
+"""The factor of scales: the kernel reads e4m3 as a float with another bias of the exponent."""
 _E4M3_SCALES = (2.0**-100, 2.0**7)
-"""Between these, a scale times the factor is finite, and no product is rounded twice."""
+"""The bounds of scales whose product with the factor is finite and not rounded twice."""
 _MAX_CODED_INPUTS = (2**31 - 1) // (127 * 128)
-"""Of a weight for rows of codes: with more, a sum of products could exceed 32 bits."""
+"""The most inputs of a weight for rows of codes: with more, a sum could exceed 32 bits."""
 _CODED_STEP_INPUTS = 64
-"""Of a tile of codes for rows of codes (`CodedUnits` in native/products/int8_panels.h)."""
+"""The inputs of a tile for rows of codes (`CodedUnits` in native/products/int8_panels.h)."""
 
 
 def obstacle(weight: QuantizedWeight) -> str:
-    """Return why the kernels cannot read a weight's codes, or an empty text."""
+    """Return the reason why the kernels cannot read a weight's codes; empty: they can."""
     num_inputs = weight.codes.shape[1]
     is_half = weight.group_size == _MIN_GROUP_INPUTS
     if weight.group_size < num_inputs and weight.group_size % TILE_INPUTS and not is_half:
@@ -57,9 +57,9 @@ def pack_codes(
     gates: bool = False,
     is_part: bool = False,
 ) -> PackedWeight:
-    """Pack a weight without an obstacle for rows of `dtype`; with `gates` half of it are gates.
+    """Pack a weight without an obstacle for rows of `dtype`.
 
-    `is_part`: it is copied to where several weights lie, and does not stay.
+    `gates`: half of its outputs are gates. `is_part`: the caller copies it into a joined weight.
     """
     num_inputs = weight.codes.shape[1]
     order = None if weight.order is None else _order(weight)
@@ -82,7 +82,7 @@ def pack_codes(
 
 
 def _grouping(weight: QuantizedWeight, *, gates: bool) -> tuple[torch.Tensor, Grouping]:
-    """Return the scales in the type in which they are packed, and what else groups have."""
+    """Return the scales in the type in which they are packed, and the other numbers of groups."""
     width = -(-weight.codes.shape[1] // TILE_INPUTS) * TILE_INPUTS
     group_inputs = min(weight.group_size, width)
     if group_inputs != _MIN_GROUP_INPUTS:
@@ -114,13 +114,14 @@ def _grouping(weight: QuantizedWeight, *, gates: bool) -> tuple[torch.Tensor, Gr
 
 
 class CannotJoin(Exception):
-    """The codes of several experts make no weight; the text is the reason."""
+    """The codes of several experts cannot be joined; the text is the reason."""
 
 
 def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
-    """Return one weight with those of `count` experts, one after the other; its sizes are of one.
+    """Return one weight that holds those of `count` experts; its sizes are those of one expert.
 
     Each is copied and released before the next is made, so that codes are not in memory twice.
+    Raises CannotJoin if the experts differ in format or table, or if one has an order of inputs.
     """
     panels: torch.Tensor | None = None
     rest: list[PackedWeight] = []
@@ -130,9 +131,9 @@ def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
         elif one.format is not rest[0].format:
             raise CannotJoin("experts in different formats")
         if one.order is not None:
-            raise CannotJoin("an expert with inputs in an order of their own")
+            raise CannotJoin("an expert whose inputs are in another order")
         if not _have_one_table(one, rest[:1]):
-            raise CannotJoin("experts with tables of their own")
+            raise CannotJoin("experts with different tables")
         panels.view(count, -1)[number] = one.panels
         rest.append(one._replace(panels=one.panels[:0].clone()))
     assert panels is not None
@@ -150,14 +151,14 @@ def join_packed(experts: Iterable[PackedWeight], count: int) -> PackedWeight:
 
 
 def _have_one_table(one: PackedWeight, others: Sequence[PackedWeight]) -> bool:
-    """Return whether codes are places in equal tables, or none is."""
+    """Return whether all weights that have a table have the same one."""
     tables = [None if each.grouping is None else each.grouping.table for each in (one, *others)]
     present = [table for table in tables if table is not None]
     return not present or all(torch.equal(table, present[0]) for table in present)
 
 
 def _join_groupings(groupings: Sequence[Grouping], scales: Sequence[torch.Tensor]) -> Grouping:
-    """Return what groups of all experts have; `scales` are those of each."""
+    """Return the numbers of groups of all experts; `scales` are those of each expert."""
     if len({(one.zeros is None, one.zero) for one in groupings}) > 1:
         filled = [
             torch.full_like(part, one.zero, dtype=torch.uint8) if one.zeros is None else one.zeros
@@ -209,7 +210,7 @@ def pack_for_codes(
 
 
 def _words(codes: torch.Tensor, kind: CodeKind, width: int) -> torch.Tensor:
-    """Return codes as int32, `[num_outputs, words]`, the first of each in its lowest bits."""
+    """Return codes as int32, `[num_outputs, words]`, a word's first code in its lowest bits."""
     codes = pad(codes, (0, width - codes.shape[1]))
     if kind.bits == 4:
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
@@ -234,7 +235,7 @@ def _scale_type(scales: torch.Tensor, minimums: torch.Tensor | None) -> torch.dt
 
 
 def _order(weight: QuantizedWeight) -> torch.Tensor | None:
-    """Return the inputs sorted by their groups, if these have the same size then; else None."""
+    """Return the inputs sorted by their groups; None: the groups have different sizes."""
     assert weight.order is not None
     order = weight.order.argsort(stable=True)
     consecutive = torch.arange(len(order)) // weight.group_size

@@ -1,4 +1,4 @@
-"""Which weights of a quantized checkpoint stay codes in memory, and why others do not."""
+"""Records which weights of a quantized checkpoint stay codes, and why others are dequantized."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ import torch
 
 
 class CodesReport:
-    """What became of the weights of one checkpoint, by the names of their layers."""
+    """The weights of one checkpoint that stay codes, and the reasons of the others."""
 
     def __init__(self, method: str) -> None:
         self.method = method
@@ -16,20 +16,20 @@ class CodesReport:
         self._stated: str | None = None
 
     def add(self, layer: str, kind: str, reason: str = "") -> None:
-        """Note a weight in codes of some kind that stay; with a reason, one that is dequantized."""
+        """Record a weight whose codes stay; with a reason, a weight that is dequantized."""
         self._kinds[layer] = kind
         self._reasons[layer] = reason
 
     def state(self, kinds: Iterable[str]) -> None:
-        """Let the description name these codes, whatever becomes of the weights that are loaded.
+        """Set the kinds of codes that the description names, regardless of the weights loaded here.
 
-        So ranks, which load some of the weights each, describe the model alike.
+        So all ranks describe the model alike, although each loads only some of the weights.
         """
         self._stated = self._described(*sorted(set(kinds)))
 
     @property
     def description(self) -> str:
-        """The format and its codes that are in memory, in words; empty: there are none."""
+        """The format, and the kinds of codes that are in memory; empty: there are none."""
         if self._stated is not None:
             return self._stated
         kinds = {kind for layer, kind in self._kinds.items() if not self._reasons[layer]}

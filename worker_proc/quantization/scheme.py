@@ -1,7 +1,7 @@
-"""What the formats of quantized checkpoints have in common: schemes of layers, and their settings.
+"""The common parts of the formats of quantized checkpoints: schemes of layers, and settings.
 
 A format is read from `quantization_config` of config.json, before any weight. Its schemes state
-which tensors stand for a weight, and turn them into a `QuantizedWeight`.
+which tensors make up a weight, and turn them into a `QuantizedWeight`.
 """
 
 import json
@@ -24,7 +24,7 @@ class Scheme(Protocol):
 
     kind: CodeKind
     codes_rows: bool
-    """Whether the layer's inputs are rounded to 8 bits, too, each row by a scale of its own."""
+    """Whether the layer's inputs are also rounded to 8 bits, with a scale for each row."""
 
     def shape(self, stored: Mapping[str, StoredTensor], read: ReadTensor) -> tuple[int, int]:
         """Return the outputs and inputs of a layer, from the headers of its tensors.
@@ -41,7 +41,7 @@ class StackedScheme(Protocol):
     """How one weight of all experts of a mixture is stored."""
 
     ends: tuple[str, ...]
-    """What the names of its tensors have behind the name of the weight, that of the codes first."""
+    """The ends of its tensors' names, after the name of the weight; that of the codes is first."""
 
     def shape(self, stored: Mapping[str, StoredTensor]) -> tuple[int, ...]:
         """Return the shape of a weight, from the headers of its tensors by their ends.
@@ -71,17 +71,17 @@ class CheckpointFormat(NamedTuple):
     codes: tuple[str, ...]
     """The names of the tensor of a quantized layer that holds the codes, such as qweight."""
     parts: frozenset[str]
-    """The other tensors of a quantized layer, those that it need not have included."""
+    """The names of the other tensors of a quantized layer, including optional ones."""
     scheme_of: Callable[[str], Scheme]
     """Returns the scheme of a layer by its name."""
     experts: StackedScheme | None = None
-    """How weights of all experts are stored together."""
+    """The scheme of weights that hold all experts of a mixture; None: there are none."""
     sources: tuple[SourceFile, ...] = ()
-    """GGUF files that have all tensors; then there are no schemes."""
+    """The GGUF files with all tensors; empty: the checkpoint is not GGUF, and has schemes."""
     schemes_of_dtypes: Mapping[str, Scheme] = {}
-    """Those of layers whose codes have another type than most, by its name in safetensors."""
+    """The schemes of layers whose codes have another type, by the type's name in safetensors."""
     name_of_expert: Callable[[str, int], str] | None = None
-    """Returns the name of a layer of one expert, where tensors have the matrices of all.
+    """Returns the name of one expert's layer, if tensors have the matrices of all experts.
 
     Raises ValueError for another layer.
     """
@@ -203,7 +203,7 @@ def checked(weight: QuantizedWeight) -> QuantizedWeight:
     if weight.table is not None and not bool(weight.table.isfinite().all()):
         raise ValueError("has a table of values that are not finite")
     if weight.kind is CodeKind.FP8:
-        # Of signed bytes, the two codes of NaN are the greatest and the least but -128.
+        # The two codes of NaN are 0x7F, the greatest signed byte, and 0xFF.
         signed = weight.codes.view(torch.int8)
         if int(signed.max()) == 0x7F or bool((weight.codes == 0xFF).any()):
             raise ValueError("has codes that are not numbers")

@@ -1,4 +1,4 @@
-"""Some outputs or inputs of a weight in codes, as a rank of a divided model has them."""
+"""Selects outputs or inputs of a weight in codes, for the ranks of a divided model."""
 
 from collections.abc import Callable
 
@@ -9,7 +9,7 @@ from worker_proc.quantization.weight import CodeKind, Multiples, QuantizedWeight
 
 
 class SelectedWeight:
-    """A part of a stored weight, which is read whole: what is not selected is freed at once."""
+    """A part of a stored weight; the whole is read, and its other parts are freed at once."""
 
     def __init__(
         self,
@@ -67,9 +67,9 @@ def select_outputs(weight: QuantizedWeight, outputs: torch.Tensor) -> QuantizedW
 
 
 def select_inputs(weight: QuantizedWeight, inputs: range) -> QuantizedWeight:
-    """Return a weight with consecutive inputs, and the groups that these belong to.
+    """Return a weight with consecutive inputs, and with the groups that these belong to.
 
-    The group of each is stated where the inputs begin or end within a group.
+    If the inputs begin within a group, the group of each input is stated in `order`.
     """
     columns = slice(inputs.start, inputs.stop)
     groups, order = _group_of(weight)[columns].unique(return_inverse=True)
@@ -90,9 +90,9 @@ def select_inputs(weight: QuantizedWeight, inputs: range) -> QuantizedWeight:
 
 
 def reorder_inputs(weight: QuantizedWeight, inputs: torch.Tensor) -> QuantizedWeight:
-    """Return a weight with its inputs in an order, and their groups with them.
+    """Return a weight with its inputs in another order, together with their groups.
 
-    Numbers of groups stay multiples only where whole sections are moved.
+    Numbers of groups stay multiples only if whole sections are moved.
     """
     groups = _group_of(weight)[inputs]
     firsts = groups[:: weight.group_size]

@@ -1,4 +1,4 @@
-"""A weight as codes with scales: what every format of quantized checkpoints is read as."""
+"""A weight as codes with scales: the result of reading every format of quantized checkpoints."""
 
 import enum
 from collections.abc import Sequence
@@ -8,7 +8,7 @@ import torch
 
 
 class CodeKind(enum.Enum):
-    """What a code stands for, before it is multiplied by a scale."""
+    """The meaning of a code, before its value is multiplied by a scale."""
 
     INT4 = "int4"
     """A whole number from 0 to 15, less the zero point."""
@@ -17,13 +17,13 @@ class CodeKind(enum.Enum):
     FP8 = "fp8"
     """The bits of a number in e4m3."""
     NF4 = "nf4"
-    """A place in a table of 16 values, the quantiles of a normal distribution."""
+    """An index into a table of 16 values, the quantiles of a normal distribution."""
     FP4 = "fp4"
-    """A place in a table of 16 values, numbers of 4 bits."""
+    """An index into a table of 16 values, floating-point numbers of 4 bits."""
 
     @property
     def bits(self) -> int:
-        """Of a code."""
+        """The number of bits of a code."""
         return 8 if self in (CodeKind.INT8, CodeKind.FP8) else 4
 
 
@@ -47,9 +47,9 @@ class QuantizedWeight(NamedTuple):
 
     It is (code - zero) · scale, code · scale + minimum, e4m3 · scale, or entry of a table · scale.
 
-    Consecutive inputs share scale, zero point and minimum, in groups. Products are exact in float32
-    for scales in bfloat16 or float16, and for multiples of those; else they are rounded once. The
-    sum with a minimum is rounded once.
+    A group of consecutive inputs shares scale, zero point and minimum. Products are exact in
+    float32 for scales in bfloat16 or float16, and for multiples of those; otherwise they are
+    rounded once. The sum with a minimum is rounded once.
     """
 
     kind: CodeKind
@@ -60,17 +60,17 @@ class QuantizedWeight(NamedTuple):
     zeros: torch.Tensor
     """float32, `[num_outputs, num_groups]`; 0 for FP8."""
     group_size: int
-    """Inputs of a group; the last group may have fewer."""
+    """The number of inputs of a group; the last group may have fewer."""
     order: torch.Tensor | None = None
-    """int64, `[num_inputs]`: the group of each input, where they are not consecutive."""
+    """int64, `[num_inputs]`: the group of each input; None: groups are consecutive inputs."""
     minimums: torch.Tensor | None = None
-    """float32, `[num_outputs, num_groups]`; then zero points are 0."""
+    """float32, `[num_outputs, num_groups]`; with minimums, zero points are 0."""
     scale_multiples: Multiples | None = None
-    """The scales as they are stored, where they are multiples."""
+    """The scales as they are stored, if they are multiples."""
     minimum_multiples: Multiples | None = None
-    """Likewise the minimums, where there are any."""
+    """The minimums as they are stored, if they are multiples."""
     table: torch.Tensor | None = None
-    """float32, `[16]`: what codes that are places stand for."""
+    """float32, `[16]`: the values of codes that are indices."""
 
     def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return the weight, `[num_outputs, num_inputs]`, rounded to `dtype`."""

@@ -174,7 +174,7 @@ def test_experts_with_separate_tables_are_not_joined() -> None:
         for table in (one.table, one.table * 2)
     ]
     join_packed(iter([packed[0], packed[0]]), 2)
-    with pytest.raises(CannotJoin, match="tables of their own"):
+    with pytest.raises(CannotJoin, match="experts with different tables"):
         join_packed(iter(packed), 2)
 
 
