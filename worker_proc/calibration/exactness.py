@@ -38,12 +38,15 @@ from worker_proc.recurrent.rowwise import RowwiseFunctions, computes_rowwise
 
 Calls = dict[nn.Module, tuple[torch.Tensor, ...]]
 ROW_COUNTS = (1, 3, 17, 65)
+"""The numbers of rows with which modules are tried."""
 NUM_TRIAL_ROWS = 5
-MAX_FACTORS = 2**17  # for a norm of heads: 512 heads of 256 dimensions
+MAX_FACTORS = 2**17
+"""The maximum number of elementwise factors of a module: those of 512 heads of 256 dimensions."""
+MAX_PRODUCTS = 2**28
+"""The maximum number of multiplications in a trial of a module, which take some milliseconds."""
 _POSITIONS = "position_ids"
 _TRIAL_DISTANCE = 1000
-"""Between the positions of rows in a trial."""
-MAX_PRODUCTS = 2**28  # most multiplications in a trial of a module, which take some milliseconds
+"""The distance between the positions of two rows in a trial."""
 
 
 class _Part(NamedTuple):
@@ -124,8 +127,8 @@ def _multiplies_by_elements(module: nn.Module) -> bool:
     """Return whether a module multiplies its rows elementwise by its own weights.
 
     A norm of heads with separate factors for each head is an example; it may take positions, too.
-    The module's children have no weights. The module's rows must also have the same bits in every
-    number of rows.
+    The module's children must have no weights, and its results for a row must have the same bits
+    among every number of rows.
     """
     weights = [weight for weight in module.parameters() if not weight.is_meta]
     if len({weight.shape for weight in weights}) != 1:
@@ -148,7 +151,7 @@ def _multiplies_by_elements(module: nn.Module) -> bool:
         more = {name: weight + 1 for name, weight in module.named_parameters()}
         if torch.equal(functional_call(module, more, args), out):
             return False  # it multiplies other rows by them
-        return all(_is_rowwise(module, args, count) for count in ROW_COUNTS)
+        return all(_repeats_rows(module, args, count) for count in ROW_COUNTS)
     except TRIAL_FAILURES:
         return False  # it takes other arguments
 
@@ -179,7 +182,7 @@ def _difference(
         counts = [count for count in ROW_COUNTS if count * weights <= MAX_PRODUCTS]
         with RowwiseFunctions() if is_entered else nullcontext():
             for num_rows in counts:
-                if not _is_rowwise(module, args, num_rows):
+                if not _repeats_rows(module, args, num_rows):
                     kind = type(module).__name__
                     return f"{name} ({kind}) gives rows other bits among {num_rows}"
     if reason := products.difference(ROW_COUNTS):
@@ -248,16 +251,18 @@ def _mixes_tokens(module: nn.Module) -> bool:
 
 
 @torch.inference_mode()
-def _is_rowwise(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int) -> bool:
+def _repeats_rows(module: nn.Module, args: tuple[torch.Tensor, ...], num_rows: int) -> bool:
     """Return whether repeated rows have the same bits as single ones."""
     once = args[0].shape[1]
     index = torch.arange(num_rows, device=args[0].device) % once
     want, got = module(*args), module(*(value.index_select(1, index) for value in args))
     wanted, found = (out if isinstance(out, tuple) else (out,) for out in (want, got))
-    return all(_repeats(one, other, index, once) for one, other in zip(wanted, found, strict=True))
+    return all(
+        _repeats_result(one, other, index, once) for one, other in zip(wanted, found, strict=True)
+    )
 
 
-def _repeats(one: torch.Tensor, other: torch.Tensor, index: torch.Tensor, once: int) -> bool:
+def _repeats_result(one: torch.Tensor, other: torch.Tensor, index: torch.Tensor, once: int) -> bool:
     """Return whether a result for repeated rows repeats the result for single ones.
 
     The row dimension is the one whose size follows the number of rows. It is usually the second of

@@ -20,6 +20,7 @@ DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3
 CUDA_MARGIN_BYTES = 1024**3
 """Left free for later allocations: CUDA graphs, and memory that the allocator cannot use."""
 CUDA_STEP_BYTES = 128 * 1024**2
+"""The size of a cache on CUDA is a multiple of this."""
 NUM_TOP_LOGPROBS = 20
 _WORST_SAMPLING = SamplingParams(
     temperature=1.0, top_p=0.9, frequency_penalty=0.1, logprobs=NUM_TOP_LOGPROBS
@@ -97,8 +98,8 @@ def profile_run(
     token_ids = [0] * longest
     tables = [array("i", [1]) * -(-longest // layout.block_size)] * len(layout.groups)
 
-    def part(start: int, end: int, sampled: MirroredRequest) -> ScheduledRequest:
-        request = copy.copy(sampled)  # the data it shares with the others takes seconds to create
+    def part(start: int, end: int, shared: MirroredRequest) -> ScheduledRequest:
+        request = copy.copy(shared)  # creating the shared data for each request would take seconds
         request.block_tables = list(tables)
         return ScheduledRequest(request, start, end - start, True)
 

@@ -25,7 +25,8 @@ from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.recurrent.layers import own_forwards
 
 TEXT_LENGTHS = (5, 3)
-NUM_DECODED = 2  # tokens at the end of each text that are computed in separate steps
+NUM_DECODED = 2
+"""The number of tokens at the end of each text that are computed in separate steps."""
 MAX_ERROR = {torch.float32: 0.01}
 MAX_ERROR_OF_HALF = 0.15
 """Relative error of the median row, since rounding may send a row to another expert."""
@@ -40,10 +41,11 @@ def num_blocks_needed(layout: KVLayout) -> int:
 def check_forward(
     loaded: LoadedModel, backend: AttentionBackend, layout: KVLayout
 ) -> list[torch.Tensor]:
-    """Check in the first blocks; return logits, `[1 + NUM_DECODED, vocab_size]` for each text.
+    """Check the forward, which overwrites the first blocks; raise UnsupportedModel if it differs.
 
-    If rounding sends most rows to other experts, as it may in small models, the rows are compared
-    again with the outputs of mixtures held. Raises UnsupportedModel if the logits differ.
+    Returns the logits of the last rows of each text, `[1 + NUM_DECODED, vocab_size]`. If rounding
+    sends most rows to other experts, as it may in small models, the rows are compared again with
+    the outputs of mixtures held.
     """
     texts = check_texts(loaded.vocab_size)
     try:
@@ -120,6 +122,7 @@ def compute_whole(
 
 
 def check_texts(vocab_size: int) -> list[list[int]]:
+    """Return the token ids of the texts of the check."""
     first, texts = 1, []
     for length in TEXT_LENGTHS:
         texts.append([(first + i) * 7919 % vocab_size for i in range(length)])

@@ -11,7 +11,8 @@ from worker_proc.runner import Runner
 
 NUM_TEXTS = 4
 TEXT_LENGTH = 32
-_NUM_STEPS = 2  # a prefill of all texts, and a decode
+_NUM_STEPS = 2
+"""A prefill of all texts, and a decode."""
 
 
 def warm_up(runner: Runner) -> None:

@@ -9,96 +9,19 @@ pieces.
 
 import inspect
 from collections.abc import Iterator, Sequence
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn import functional
 
-from worker_proc.errors import UnsupportedModel
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.cache_argument import CACHE
 from worker_proc.recurrent.row_convolution import Convolutions, RowConvolutions
+from worker_proc.recurrent.stand_in_cache import StandInCache
 from worker_proc.recurrent.state_pool import StatePool
-from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
+from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.recurrent.step_texts import NO_STATE
-
-_METHODS = {
-    "conv_state": ("get_conv_state", "update_conv_state"),
-    "recurrent_state": ("get_recurrent_state", "update_recurrent_state"),
-}
-"""The cache's methods that read and write each kind of state."""
-_WRITING = {names[1] for names in _METHODS.values()}
-
-
-def keeps_states(module: nn.Module) -> bool:
-    """Return whether a module's own code writes states to the cache that it receives."""
-    kind = type(module)
-    if CACHE not in inspect.signature(kind.forward).parameters:
-        return False
-    methods = (inspect.unwrap(method) for method in vars(kind).values() if callable(method))
-    return any(
-        _WRITING.intersection(method.__code__.co_names)
-        for method in methods
-        if isinstance(method, FunctionType)
-    )
-
-
-class StandInCache:
-    """Replaces transformers' cache in one call, with the states of some texts."""
-
-    def __init__(self, states: dict[str, torch.Tensor] | None) -> None:
-        """`states` are those before the first rows, by name; None: the texts begin here."""
-        self._before = states or {}
-        self.after: dict[str, torch.Tensor] = {}
-        """The states after the last rows, in the order in which they were written."""
-
-    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._before.get(f"conv_state {state_idx}")
-
-    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        return self._before.get(f"recurrent_state {state_idx}")
-
-    def update_conv_state(
-        self,
-        conv_states: torch.Tensor,
-        layer_idx: int,
-        state_idx: int = 0,
-        conv_kernel_size: int | None = None,
-    ) -> torch.Tensor:
-        """Return the kept columns followed by the new ones, and keep the last columns."""
-        before = self.get_conv_state(layer_idx, state_idx)
-        size = conv_states.shape[-1] if conv_kernel_size is None else conv_kernel_size
-        if before is not None:
-            conv_states = torch.cat([before, conv_states], dim=-1)
-        elif conv_states.shape[-1] < size:
-            conv_states = functional.pad(conv_states, (size - conv_states.shape[-1], 0))
-        self.after[f"conv_state {state_idx}"] = conv_states[..., -size:]
-        return conv_states
-
-    def update_recurrent_state(
-        self, recurrent_states: torch.Tensor, layer_idx: int, state_idx: int = 0
-    ) -> torch.Tensor:
-        self.after[f"recurrent_state {state_idx}"] = recurrent_states
-        return recurrent_states
-
-    def is_recording_past(self, layer_idx: int) -> bool:
-        return False
-
-
-def describe_states(cache: StandInCache, model_dtype: torch.dtype) -> tuple[StateSpec, ...]:
-    """Return the specs of the states that a call on the meta device has written."""
-    found = []
-    for name, state in cache.after.items():
-        if not state.numel():
-            raise UnsupportedModel(f"its state {name} has no numbers")
-        holds_ids = state.dtype == torch.long
-        if not holds_ids and state.dtype not in (torch.float32, model_dtype):
-            raise UnsupportedModel(f"a state of type {state.dtype}")
-        is_window = not holds_ids and state.dtype == model_dtype
-        found.append(StateSpec(name, tuple(state.shape[1:]), is_window, holds_ids))
-    return tuple(found)
 
 
 class _Piece(NamedTuple):
@@ -169,12 +92,9 @@ class CachedStatesLayer:
         before = None
         if pieces[0].source != NO_STATE:
             sources = torch.tensor([piece.source for piece in pieces])
-            found = {state.function: states[sources] for state, states in kept}
             before = {
-                state.function: found[state.function].long()
-                if state.holds_ids
-                else found[state.function]
-                for state, _ in kept
+                state.function: states[sources].long() if state.holds_ids else states[sources]
+                for state, states in kept
             }
         cache = StandInCache(before)
         rows = {

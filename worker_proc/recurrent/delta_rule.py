@@ -43,10 +43,10 @@ class DeltaRule:
         """Return the state of a call on the meta device, and its result."""
         check_arguments("the delta rule", others)
         shape = tiled_shape(value.shape[2], key.shape[3], value.shape[3])
-        return StateSpec(DeltaRule.functions[g.dim() - 3], shape, is_window=False), (
-            torch.empty_like(value),
-            None,
-        )
+        gated_delta_rule, kimi_delta_attention = DeltaRule.functions
+        function = kimi_delta_attention if g.dim() == 4 else gated_delta_rule
+        spec = StateSpec(function, shape, is_window=False)
+        return spec, (torch.empty_like(value), None)
 
     def __call__(  # noqa: PLR0917
         self,

@@ -14,15 +14,11 @@ from transformers import PreTrainedModel
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.recurrent.cache_argument import CACHE
-from worker_proc.recurrent.cached_states import (
-    StandInCache,
-    describe_states,
-    keeps_states,
-)
 from worker_proc.recurrent.functions import OPERATIONS, forward_with, is_recurrent
 from worker_proc.recurrent.griffin import griffin_spec, is_griffin
 from worker_proc.recurrent.lightning import is_lightning, lightning_spec
 from worker_proc.recurrent.rwkv import is_rwkv, rwkv_spec
+from worker_proc.recurrent.stand_in_cache import StandInCache, describe_states, keeps_states
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 

@@ -16,7 +16,8 @@ from transformers import activations
 
 PIECE = 16_384
 """Number of values computed at once: fewer than torch would divide among threads."""
-_VECTOR = 64  # a multiple of torch's vector sizes, for every dtype and processor
+_VECTOR = 64
+"""A multiple of torch's vector sizes, for every dtype and processor."""
 
 _FUNCTIONS: frozenset[Callable[..., Any]] = frozenset(
     (
@@ -77,15 +78,15 @@ def compute_rowwise(module: nn.Module) -> None:
 
 @torch.inference_mode()
 def compute_activations_rowwise(model: nn.Module) -> None:
-    """Let those activations be computed by `rowwise` that call such functions (quick GELU)."""
+    """Make activations that call such functions, as quick GELU does, compute them by `rowwise`."""
     for module in model.modules():
         if type(module).__module__ not in _ACTIVATIONS or [*module.parameters()]:
             continue
         with RowwiseFunctions() as functions:
             try:
                 module(torch.ones(1))
-            except (RuntimeError, IndexError, ValueError):  # of several values, as nn.GLU
-                continue
+            except (RuntimeError, IndexError, ValueError):
+                continue  # nn.GLU, for example, is a function of several values
         if functions.sizes:
             _enter(module)
 

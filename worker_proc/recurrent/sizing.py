@@ -30,24 +30,24 @@ def choose_num_state_blocks(
     """Choose the numbers of state blocks.
 
     There is one for each of `max_num_seqs` requests, as many again for the prefix cache, and one
-    for each draft, but they take at most half of the memory if attention shares it. With less
-    memory both numbers shrink in proportion. `override` is the number of announced blocks. Blocks
-    of a stage without recurrent layers take no bytes. Raises InsufficientMemory if the blocks do
-    not fit.
+    for each draft. Without `override`, which is the number of announced blocks, they take at most
+    half of the memory if attention shares it, and with less memory both numbers shrink in
+    proportion. Blocks of a stage without recurrent layers take no bytes. Raises InsufficientMemory
+    if the blocks do not fit.
     """
     share = available_bytes // 2 if has_attention else available_bytes
-    there = available_bytes if override else share
+    usable_bytes = available_bytes if override else share
     max_number, max_for_drafts = 1 + 2 * max_num_seqs, num_speculative_tokens * max_num_seqs
     fitting = max_number
     if block_bytes:
         fitting = min(
-            max_number, there // block_bytes * max_number // (max_number + max_for_drafts)
+            max_number, usable_bytes // block_bytes * max_number // (max_number + max_for_drafts)
         )
     number = override or max(fitting, MIN_BLOCKS)
     number_for_drafts = min(max_for_drafts, number * max_for_drafts // max_number)
     needed_bytes = (number + number_for_drafts) * block_bytes
-    if needed_bytes > there:
-        needed, free = format_sizes(needed_bytes, there)
+    if needed_bytes > usable_bytes:
+        needed, free = format_sizes(needed_bytes, usable_bytes)
         raise InsufficientMemory(
             f"{number + number_for_drafts} recurrent states need {needed}, and {free} are"
             " available; free memory, or raise kv_cache_memory_bytes"

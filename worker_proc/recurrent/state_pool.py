@@ -31,7 +31,8 @@ class StatePool:
         self.memory: list[HostMemory] = []
         self.tensors: dict[str, list[torch.Tensor]] = {}
         """The tensors of each module, by name, in the order of its states."""
-        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []  # with those of swapped requests
+        self._pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Each tensor, and the tensor of the same states of swapped requests."""
         for spec in specs:
             made = self._map(spec, num_blocks, dtype)
             self.tensors[spec.module_name] = made

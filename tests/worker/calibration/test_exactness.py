@@ -109,10 +109,10 @@ def test_rows_are_tried_among_more_and_fewer(shape: tuple[int, ...]) -> None:
             return super().forward(hidden) + hidden.shape[1] // 17
 
     hidden = torch.randn(1, 8, 4)
-    assert exactness._is_rowwise(FirstRowRules(), (hidden,), 16)
-    assert not exactness._is_rowwise(FirstRowRules(), (hidden,), 17)
+    assert exactness._repeats_rows(FirstRowRules(), (hidden,), 16)
+    assert not exactness._repeats_rows(FirstRowRules(), (hidden,), 17)
     for num_rows in exactness.ROW_COUNTS:
-        assert exactness._is_rowwise(Shaped(), (hidden,), num_rows)
+        assert exactness._repeats_rows(Shaped(), (hidden,), num_rows)
 
 
 def test_factors_of_each_head_count_as_no_matrix() -> None:

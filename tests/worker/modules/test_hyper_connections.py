@@ -59,7 +59,7 @@ def test_results_are_those_of_the_module_itself(
     for one, other in zip(found, before, strict=True):
         torch.testing.assert_close(one, other, rtol=error, atol=error)
     for count in (1, 2, 3, 16, 17, 79):
-        assert exactness._is_rowwise(holder["hc"], (rows,), count), count
+        assert exactness._repeats_rows(holder["hc"], (rows,), count), count
 
 
 def _scaled(forward: Callable[..., Any]) -> Callable[..., Any]:

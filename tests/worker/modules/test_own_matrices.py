@@ -60,7 +60,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     assert isinstance(module.__dict__[matrix], PackedMatrix)
     torch.testing.assert_close(module(rows), before, rtol=1e-4, atol=1e-4)
     for count in range(1, 80):
-        assert exactness._is_rowwise(module, (rows,), count), count
+        assert exactness._repeats_rows(module, (rows,), count), count
 
 
 def test_what_an_earlier_start_has_proven_is_not_tried(library: NativeLibrary) -> None:
