@@ -29,10 +29,10 @@ class KeptAdapters(Generic[T]):
 
     def holds(self, adapter: Adapter) -> bool:
         """Return whether this adapter is loaded, and not another one with the same id."""
-        found = self._digests.get(adapter.adapter_id) == adapter.digest
-        return found and adapter.adapter_id in self._kept
+        return self._digests.get(adapter.adapter_id) == adapter.digest
 
     def put(self, adapter: Adapter, loaded: T) -> None:
+        """Add an adapter, or replace another one with the same id."""
         self._kept[adapter.adapter_id] = loaded
         self._digests[adapter.adapter_id] = adapter.digest
 

@@ -71,7 +71,7 @@ class AdapterReader:
         return self._sites.num_values_of_file(self._max_rank) * 4 + _HEADER_BYTES
 
     def read(self, adapter: Adapter) -> LoadedAdapter:
-        """Read and check an adapter; AdapterError also if its files do not match its digest."""
+        """Read and check an adapter; raise AdapterError, also if its files have another digest."""
         content = read_config_bytes(adapter.path)
         config = read_config(content, self._max_rank)
         weights = self._read_weights(adapter.path)
@@ -84,9 +84,9 @@ class AdapterReader:
         return LoadedAdapter(self._library, self._dtype, self._sites, products)
 
     def _read_weights(self, path: str) -> memoryview:
-        """Return the contents of the file, unless it is larger than any valid one.
+        """Return the contents of the file; raise AdapterError if it is larger than any valid one.
 
-        They are in separate pages: filling a `bytearray` with zeros would stop other threads.
+        Their memory is mapped, since creating a `bytearray` of this size would stop other threads.
         """
         most = self.max_bytes_of_load
         try:
@@ -99,7 +99,7 @@ class AdapterReader:
                     )
                 if size < _LENGTH_BYTES:
                     raise _not_safetensors("its header is cut off")
-                content, first = memoryview(mmap.mmap(-1, max(size, 1)))[:size], 0
+                content, first = memoryview(mmap.mmap(-1, size)), 0
                 while first < size:
                     num_read = file.readinto(content[first : first + _CHUNK_BYTES])
                     if not num_read:
@@ -201,7 +201,7 @@ def _tensors(content: memoryview, address: int) -> Iterator[tuple[str, Matrix]]:
         if len(shape) != 2 or 0 in shape:
             if _PART.fullmatch(name) is not None:
                 raise AdapterError(f"{WEIGHTS_FILE}: {name} has shape {shape}, not two sizes")
-            shape = [1, 1]  # it is refused by its name
+            shape = [1, 1]  # any matrix: the caller refuses the tensor by its name
         elif end - start != shape[0] * shape[1] * _ITEM_BYTES[tensor.dtype]:
             raise AdapterError(f"{WEIGHTS_FILE}: {name} has {end - start} bytes, not its shape's")
         if begin + end > len(content) or start > end:

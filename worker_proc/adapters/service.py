@@ -46,8 +46,7 @@ class AdapterService(Generic[T]):
         self._kept = kept
         self._adoption = 0
         self._claimed: set[int] = set()
-        """Adapters that the current core knows to be loaded; others are dropped when room is
-        needed."""
+        """The loaded adapters of the current core; others are dropped when room is needed."""
         self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
         self._results: deque[tuple[_Job, T | None, str]] = deque()
         self._thread: threading.Thread | None = None

@@ -71,10 +71,13 @@ class Sites:
         self.allowed: set[int] = set()
         """The sites that are proven to take adapters."""
         self._by_layer: dict[str, str] = {}
-        """Names by their part from the layer number on, since other classes of the model differ."""
+        """Names by their part from the layer number on, which all classes of the model share.
+
+        The name is empty if several modules have the same part.
+        """
         for name in self.of_module:
             key = _from_layer(name)
-            self._by_layer[key] = "" if key in self._by_layer else name  # "": ambiguous
+            self._by_layer[key] = "" if key in self._by_layer else name
 
     def __len__(self) -> int:
         return len(self.all)

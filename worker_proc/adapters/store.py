@@ -23,7 +23,7 @@ class AdapterStore:
         max_rank: int,
         num_kept: int,
     ) -> None:
-        """`num_kept`: the most adapters in memory."""
+        """`num_kept` is the maximum number of adapters in memory."""
         self.library = library
         self.dtype = dtype
         self.sites = sites

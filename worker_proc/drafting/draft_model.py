@@ -143,17 +143,18 @@ class DraftModel:
             stop = start + num_tokens
             path = self._state_path(request, start, stop, num_drafts)
             if path is None:
-                continue  # until other requests leave
+                continue  # there is no room until other requests leave
             num_left -= num_tokens
             table = self._table(request, num_drafting if path.num_drafts else None)
             num_drafting += path.num_drafts > 0
             parts.append(_Part(request, table, start, stop, path))
-            self._computed(request, progress, stop)
+            self._record_computed(request, progress, stop)
         if parts:
             self._pool.wake()
             self._draft(parts)
 
     def _progress(self, request: MirroredRequest) -> DraftProgress:
+        """Return a request's progress, settled by the tokens that are known now."""
         progress, states = request.draft_progress, self._states
         if progress is None:
             blocks = self._filled_blocks(request)
@@ -220,7 +221,7 @@ class DraftModel:
         first = self._facts.num_gpu_blocks + place * self._num_spare
         return table + array("i", range(first, first + self._num_spare))
 
-    def _computed(self, request: MirroredRequest, progress: DraftProgress, end: int) -> None:
+    def _record_computed(self, request: MirroredRequest, progress: DraftProgress, end: int) -> None:
         """Record that a request is computed to `end`, up to the end of its own blocks."""
         before = progress.position
         num_slots = len(request.block_tables[self._group]) * self._facts.block_size
@@ -228,6 +229,7 @@ class DraftModel:
         self._fill(request, before, progress.position)
 
     def _fill(self, request: MirroredRequest, start: int, end: int) -> None:
+        """Mark the blocks as filled that end after `start` and up to `end`."""
         size, table = self._facts.block_size, request.block_tables[self._group]
         for index in range(start // size, end // size):
             if not self._is_filled[table[index]]:

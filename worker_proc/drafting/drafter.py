@@ -49,7 +49,7 @@ class Drafter:
             self.model.follow(step)
 
     def draft(self, scheduled: Sequence[ScheduledRequest]) -> list[int]:
-        """Make drafts for each request that sampled; return their numbers, or [] if all are 0."""
+        """Make drafts for each request that sampled; return their counts, or [] if all are 0."""
         if self.model is not None:
             self.model.propose(scheduled)
         elif self._share is None:
