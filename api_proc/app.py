@@ -176,9 +176,15 @@ class _Endpoint:
     is_forwarded: bool
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        state, interval_s = self.state, self.keep_alive_interval_s
+        state = self.state
         connection = Connection(
-            scope, receive, send, interval_s, state.budget, admission=state.admission
+            scope,
+            receive,
+            send,
+            self.keep_alive_interval_s,
+            budget=state.budget,
+            control_budget=state.control_budget,
+            admission=state.admission,
         )
         connection.is_forwarded = self.is_forwarded
         current_client.set(connection.origin)

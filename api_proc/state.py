@@ -89,6 +89,8 @@ class ApiState:
         self.budget = Budget(
             api.max_open_requests, api.max_open_bytes, clients, num_others=self.ids.count - 1
         )
+        self.control_budget = Budget(api.max_open_requests, api.max_open_bytes)
+        """Counts the requests that end or control others, which must not wait for their end."""
         self.admission = Admission()
         self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
         """One of them is processed in slices, while others are tokenized."""
@@ -267,8 +269,8 @@ class ApiState:
     def gauges(self) -> dict[str, float]:
         """Measure what this process holds, and bring its counters up to date."""
         measured: dict[str, float] = {
-            "http_requests_open": self.budget.num_requests,
-            "http_request_bytes": self.budget.num_bytes,
+            "http_requests_open": self.budget.num_requests + self.control_budget.num_requests,
+            "http_request_bytes": self.budget.num_bytes + self.control_budget.num_bytes,
             "ledger_requests": self.client.num_open_requests,
             "stored_responses": len(self.stored_responses),
             "stored_response_bytes": self.stored_responses.num_bytes,

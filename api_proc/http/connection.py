@@ -102,12 +102,17 @@ class Connection:
         receive: Receive,
         send: Send,
         keep_alive_interval_s: float = KEEP_ALIVE_INTERVAL_S,
-        budget: Budget | None = None,
         *,
+        budget: Budget | None = None,
+        control_budget: Budget | None = None,
         admission: Admission | None = None,
     ) -> None:
-        """`budget` counts the request once its body is read, and `admission` delays it then."""
+        """`budget` counts the request once its body is read, and `admission` delays it then.
+
+        `control_budget` counts a request that ends or controls others instead.
+        """
         self._budget = budget
+        self._control_budget = control_budget
         self._admission = admission
         self._lease: Lease | None = None
         self.session_lease: Lease | None = None
@@ -158,16 +163,18 @@ class Connection:
     async def read_body(self, max_bytes: int, *, is_control: bool = False) -> bytes:
         """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`.
 
-        `is_control`: the request ends or controls others, so it does not count for its client.
+        `is_control`: the request ends or controls others, so it counts neither for its client nor
+        among those that may fill the bounds.
         """
         if self._unread is not None:
             raw, self._unread = self._unread, None
             return raw
-        if self._budget is not None:
+        budget = self._control_budget if is_control else self._budget
+        if budget is not None:
             session, client = self.session_lease, None if is_control else self.origin
             if session is not None and client is not None and session.begin_reading(client):
                 self._is_included, client = True, None
-            self._lease = self._budget.open(client=client, is_foreign=self.is_foreign)
+            self._lease = budget.open(client=client, is_foreign=self.is_foreign)
         headers = dict(self.scope["headers"])
         if headers.get(b"content-encoding", b"identity") != b"identity":
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")

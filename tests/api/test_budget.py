@@ -1,13 +1,16 @@
 """Open requests are counted, rejected past the bound, and released."""
 
+import asyncio
 import json
 from collections.abc import Iterator
 
 import httpx
 import pytest
+from starlette.types import Message, Scope
 
 from api_proc.budget import Budget, ClientBudget
 from api_proc.errors import ApiError
+from api_proc.http.connection import Connection
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, repeating, wait_until
@@ -76,14 +79,19 @@ def test_one_request_is_accepted_whatever_its_size() -> None:
     assert budget.num_bytes == 0
 
 
-def test_a_client_at_its_bound_may_still_end_its_requests(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("setting", ["max_open_requests", "max_open_requests_per_client"])
+def test_open_requests_past_a_bound_can_still_be_ended(
+    setting: str, make_server: MakeServer
+) -> None:
+    """So a pause can be ended, too, whose requests fill the bound."""
+
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         for i, output in enumerate(repeating()(add)):
             client.is_paused = i >= 1
             yield output
 
     client = FakeClient(script=script)
-    live = make_server(client, max_open_requests_per_client=1, enable_admin_routes=True)
+    live = make_server(client, **{setting: 1}, enable_admin_routes=True)
     body = {**BODY, "stream": True, "max_tokens": 50}
     with httpx.stream("POST", live.url + "/v1/completions", json=body) as stream:
         ids = {"request_ids": [stream.headers["x-request-id"]]}
@@ -94,6 +102,31 @@ def test_a_client_at_its_bound_may_still_end_its_requests(make_server: MakeServe
         assert statuses == [200, 200, 404, 400]
         answer = httpx.post(live.url + "/abort_requests", json=ids)
         assert answer.json() == {"aborted": ids["request_ids"]}
+
+
+def test_requests_that_control_others_are_bounded_separately() -> None:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"{}"}
+
+    async def send(message: Message) -> None:
+        raise AssertionError
+
+    async def act() -> None:
+        scope: Scope = {"type": "http", "headers": []}
+        budget, control = Budget(0, 1), Budget(1, 10)
+        first, second = (
+            Connection(scope, receive, send, budget=budget, control_budget=control)
+            for _ in range(2)
+        )
+        assert await first.read_body(10, is_control=True) == b"{}"
+        assert (control.num_requests, control.num_bytes) == (1, 2)
+        with pytest.raises(ApiError, match=r"^max_open_requests: 1 requests are open"):
+            await second.read_body(10, is_control=True)
+        first.close()
+        assert (control.num_requests, control.num_bytes) == (0, 0)
+        assert (budget.num_requests, budget.num_bytes) == (0, 0)
+
+    asyncio.run(act())
 
 
 @pytest.mark.parametrize("setting", ["max_open_requests", "max_open_requests_per_client"])
