@@ -1,5 +1,6 @@
 """One life of an engine: its run directory, its model, its processes, and the files to remove."""
 
+import logging
 import os
 import re
 import socket
@@ -152,21 +153,33 @@ def _with_files(config: EngineConfig, invocation: Invocation, held: "_HeldFiles"
 def _of_whole_engine(config: EngineConfig, run_dir: RunDir, held: "_HeldFiles") -> EngineConfig:
     """Make the decisions for an engine and all its replicas; return the configuration with them.
 
-    ValueError: the ranks cannot divide the model.
+    ValueError: files of the model exclude it, or the ranks cannot divide it.
     """
-    if config.parallel.tensor_parallel_size > 1 and config.model.model != "null":
-        _refuse_ranks(config)
+    if config.model.model != "null":
+        _refuse_model(config)
     config = with_kv_listen(config)  # now: a free port may be taken while the model is fetched
     if config.cache.kv_offload_bytes:
         held.add_memory(run_dir.path)
     return config
 
 
-def _refuse_ranks(config: EngineConfig) -> None:
-    """Raise ValueError if the ranks cannot divide the model, before any of them is started."""
-    from worker_proc.startup.early_refusals import refuse_ranks
+def _refuse_model(config: EngineConfig) -> None:
+    """Raise ValueError for what the model's files exclude, before any process is started.
 
-    refuse_ranks(config.model, config.parallel.tensor_parallel_size)
+    Workers make the same checks, since the files may change, or be those of another machine. They
+    also report any other error of a check.
+    """
+    from worker_proc.startup.early_refusals import refuse_early, refuse_ranks
+
+    if config.parallel.data_parallel_size > 0:
+        try:
+            refuse_early(config)
+        except ValueError:
+            raise
+        except Exception:
+            logging.getLogger("troika.supervisor").debug("the model is not checked", exc_info=True)
+    if config.parallel.tensor_parallel_size > 1:
+        refuse_ranks(config.model, config.parallel.tensor_parallel_size)
 
 
 def _supervisor(

@@ -11,10 +11,12 @@ import pytest
 from protocol.config import ConfigError
 from protocol.config.settings import configure
 from scripts.hub.messages import gguf_files, hub_names
-from scripts.supervisor import startup
+from scripts.supervisor import serving, startup
 from scripts.supervisor.model_names import with_directories
 from tests.certificates import make_certificate
 from tests.system.conftest import ROOT
+from worker_proc.errors import UnsupportedModel
+from worker_proc.startup import early_refusals
 
 SUPERVISOR = [sys.executable, "-P", "-m", "scripts.supervisor"]
 
@@ -57,6 +59,38 @@ def test_a_start_without_any_process_is_refused() -> None:
     )
     assert done.returncode == 1
     assert "troika: --data-parallel-size 0 with --no-api starts nothing" in done.stderr
+
+
+def test_a_model_that_its_files_exclude_is_refused_before_a_process_starts(tmp_path: Path) -> None:
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "orion"}')
+    command = [*SUPERVISOR, str(tmp_path), "--no-api", "--run-dir", str(tmp_path / "run")]
+    done = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=20, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith(f"troika: {config}: model_type is 'orion', for which")
+    assert done.stderr.count("\n") == 1
+
+
+def test_errors_of_the_check_of_a_model_are_left_to_the_workers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(config: object) -> None:
+        raise AttributeError
+
+    monkeypatch.setattr(early_refusals, "refuse_early", fail)
+    serving._refuse_model(configure(model="demo"))
+
+
+def test_models_of_other_machines_are_not_checked_here(tmp_path: Path) -> None:
+    """A command without an engine of its own machine reads no files of the model."""
+    (tmp_path / "config.json").write_text('{"model_type": "orion"}')
+    elsewhere: dict[str, object] = {"data_parallel_size": 0, "curve_keys": "keys"}
+    elsewhere["replica_file"] = str(tmp_path / "replicas")
+    serving._refuse_model(configure(model=str(tmp_path), **elsewhere))
+    with pytest.raises(UnsupportedModel, match="orion"):
+        serving._refuse_model(configure(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize(

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol.config import ModelConfig
-from worker_proc.errors import CheckpointError, UnsupportedModel
+from protocol.config import EngineConfig, ModelConfig
+from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
 from worker_proc.parallel.share import Share, refuse
 from worker_proc.quantization.headers import read_headers, read_object
@@ -102,8 +102,16 @@ _OTHER_HEADS = (
 """Suffixes of the class names of models that neither write texts nor are pooled."""
 
 
-def refuse_early(model: ModelConfig) -> None:
-    """Raise the reason why files exclude the model or its draft model, if there is one."""
+def refuse_early(config: EngineConfig) -> None:
+    """Raise the reason why files exclude the model, its draft model, or too few KV blocks."""
+    refuse_blocks(config, refuse_model(config.model))
+
+
+def refuse_model(model: ModelConfig) -> dict[str, Any]:
+    """Return the content of config.json, or raise why files exclude the model or its draft model.
+
+    The draft model is checked if there is one.
+    """
     config = refuse_config(model.model)
     if model.speculative_model is not None:
         refuse_config(model.speculative_model)
@@ -111,12 +119,36 @@ def refuse_early(model: ModelConfig) -> None:
         if directory is not None:
             read_headers(directory)  # raises for files that are missing or truncated
     if model.max_model_len is None:
-        return
+        return config
     length = _certain_length(config)
     if length is not None and model.max_model_len > length:
         raise CheckpointError(
             f"max_model_len {model.max_model_len} is greater than the {length} tokens that"
             f" config.json of {model.shown_model} states"
+        )
+    return config
+
+
+def refuse_blocks(config: EngineConfig, contents: Mapping[str, Any]) -> None:
+    """Raise InsufficientMemory if the configured KV blocks hold no sequence of the context.
+
+    `contents` is the content of config.json. Only a model that certainly has attention is refused,
+    and only for blocks that it needs with any window: the windows of its layers are not known here.
+    """
+    max_model_len, num_blocks = config.model.max_model_len, config.cache.num_gpu_blocks_override
+    if max_model_len is None or num_blocks is None or not _writes_texts(contents):
+        return
+    if _certain_heads(contents) is None:
+        return
+    block_size = config.cache.block_size
+    max_chunk = config.scheduler.max_num_batched_tokens
+    # The last sampled token needs no slot, and one block is the null block.
+    needed = 1 + min(-(-(max_model_len - 1) // block_size), -(-max_chunk // block_size) + 1)
+    if num_blocks < needed:
+        raise InsufficientMemory(
+            f"max_model_len {max_model_len} needs {needed} blocks of {block_size} tokens at least,"
+            f" and num_gpu_blocks_override is {num_blocks}; max_model_len can be"
+            f" {(num_blocks - 1) * block_size + 1} with it at most"
         )
 
 

@@ -44,7 +44,7 @@ def make_runner(config: EngineConfig, progress: ReportProgress, rank: int = 0) -
     """
     if config.model.model == "null":
         return _null_runner(config)
-    refuse_early(config.model)
+    refuse_early(config)
     _let_threads_sleep()
     progress("import", 0, 0)
     with lean_imports():
@@ -60,7 +60,7 @@ def load_to_fork(config: EngineConfig, progress: ReportProgress, rank: int = 0) 
     """
     if config.model.model == "null":
         return lambda _: _null_runner(config)
-    refuse_early(config.model)
+    refuse_early(config)
     _let_threads_sleep()
     # Set before the libraries are loaded: they would start threads, which a fork does not copy.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"

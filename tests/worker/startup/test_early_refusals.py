@@ -17,14 +17,16 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from protocol.config import ModelConfig
+from protocol.config.settings import configure
 from tests.families.configs import FAMILIES
 from tests.families.table import PAGE, rows_of
 from tests.worker.checkpoints import SHAPE
-from worker_proc.errors import CheckpointError, UnsupportedModel
+from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
+from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.loading.context import stated_length
 from worker_proc.loading.inspection import read_config
 from worker_proc.startup import early_refusals
-from worker_proc.startup.early_refusals import refuse_early, refuse_ranks
+from worker_proc.startup.early_refusals import refuse_early, refuse_model, refuse_ranks
 from worker_proc.startup.model_types import ModelTypes, model_types
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
@@ -96,6 +98,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "value": ({"hidden_size": 0}, {}, "hidden_size is 0, and must be"),
     "context": ({}, {"max_model_len": 257}, "257 is greater than the 256 tokens that config.json"),
+    "blocks": (
+        {},
+        {"max_model_len": 250, "num_gpu_blocks_override": 3},
+        "max_model_len 250 needs 17 blocks of 16 tokens at least, and num_gpu_blocks_override is 3;"
+        " max_model_len can be 33 with it at most",
+    ),
 }
 PASS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "pooling": ({"model_type": "vit", "architectures": ["ViTModel"]}, {}),
@@ -131,9 +139,9 @@ def test_the_reason_needs_neither_torch_nor_transformers(name: str, tmp_path: Pa
     changes, settings, reason = REFUSED[name]
     write_config(tmp_path, changes)
     code = (
-        "import sys; from protocol.config import ModelConfig;"
+        "import sys; from protocol.config.settings import configure;"
         "from worker_proc.startup.start import refuse_early\n"
-        f"try: refuse_early(ModelConfig(model={str(tmp_path)!r}, **{settings!r}))\n"
+        f"try: refuse_early(configure(model={str(tmp_path)!r}, **{settings!r}))\n"
         "except ValueError as error: print(error)\n"
         "assert not {'torch', 'transformers'} & set(sys.modules)"
     )
@@ -154,17 +162,17 @@ def test_files_of_weights_are_refused_early(is_draft: bool, tmp_path: Path) -> N
     save_file({"a": torch.ones(8)}, weights)
     named = str(whole if is_draft else broken)
     model = ModelConfig(model=named, speculative_model=str(broken) if is_draft else None)
-    refuse_early(model)
+    refuse_model(model)
     weights.write_bytes(weights.read_bytes()[:-1])
     with pytest.raises(
         CheckpointError, match=r"model.safetensors is not a safetensors file: it has"
     ):
-        refuse_early(model)
+        refuse_model(model)
     weights.unlink()
     index = {"weight_map": {"a": "model-00001-of-00001.safetensors"}}
     (broken / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError, match=r"names model-00001-of-00001.safetensors, which is"):
-        refuse_early(model)
+        refuse_model(model)
 
 
 @pytest.mark.parametrize("reasons", [early_refusals._NOT_FROM_TEXT, early_refusals._NOT_COMPUTED])
@@ -175,7 +183,7 @@ def test_types_that_are_not_computed_are_refused(reasons: dict[str, str], tmp_pa
         assert model_type in found.generating
         write_config(tmp_path, {"model_type": model_type})
         with pytest.raises(UnsupportedModel, match=f"^{model_type}: {reason}$"):
-            refuse_early(ModelConfig(model=str(tmp_path)))
+            refuse_model(ModelConfig(model=str(tmp_path)))
 
 
 def test_each_type_that_writes_texts_is_a_verified_family_or_refused_early(tmp_path: Path) -> None:
@@ -188,14 +196,14 @@ def test_each_type_that_writes_texts_is_a_verified_family_or_refused_early(tmp_p
         name = class_names if isinstance(class_names, str) else class_names[0]
         write_config(tmp_path, {"model_type": model_type, "architectures": [name]})
         with pytest.raises(UnsupportedModel, match=f"^{model_type}: "):
-            refuse_early(ModelConfig(model=str(tmp_path)))
+            refuse_model(ModelConfig(model=str(tmp_path)))
 
 
 def test_types_with_an_encoder_have_it_by_default(tmp_path: Path) -> None:
     for model_type in early_refusals._ENCODER_DECODERS:
         write_config(tmp_path, {"model_type": model_type})
         with pytest.raises(UnsupportedModel, match=f"^{model_type}: encoder-decoder models are"):
-            refuse_early(ModelConfig(model=str(tmp_path)))
+            refuse_model(ModelConfig(model=str(tmp_path)))
         if model_type != "vision-encoder-decoder":  # it has no default parts
             assert CONFIG_MAPPING[model_type]().is_encoder_decoder is True
 
@@ -208,14 +216,14 @@ def test_encoders_write_texts_only_as_decoders(tmp_path: Path) -> None:
         with pytest.raises(
             UnsupportedModel, match=f"^{model_type}: (its attention is|positions|embeddings)"
         ):
-            refuse_early(ModelConfig(model=str(tmp_path)))
+            refuse_model(ModelConfig(model=str(tmp_path)))
 
 
 @pytest.mark.parametrize("name", PASS)
 def test_what_is_not_certain_passes(name: str, tmp_path: Path) -> None:
     changes, settings = PASS[name]
     write_config(tmp_path, changes)
-    refuse_early(ModelConfig(model=str(tmp_path), **settings))
+    refuse_model(ModelConfig(model=str(tmp_path), **settings))
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -223,7 +231,7 @@ def test_each_family_passes_with_its_context_and_its_heads(name: str, tmp_path: 
     """And is refused early for others only where transformers reads the same."""
     FAMILIES[name]().save_pretrained(tmp_path)
     model = ModelConfig(model=str(tmp_path))
-    refuse_early(model)
+    refuse_model(model)
     config = early_refusals.refuse_config(str(tmp_path))
     length, heads = early_refusals._certain_length(config), early_refusals._certain_heads(config)
     text_config = read_config(str(tmp_path)).get_text_config(decoder=True)
@@ -255,6 +263,50 @@ def test_heads_of_some_layers_alone_refuse_no_ranks(
     refuse_ranks(model, 64)
 
 
+@pytest.mark.parametrize(
+    ("settings", "num_blocks"),
+    [
+        ({"max_model_len": 33}, 3),
+        ({"max_model_len": 34}, 4),
+        ({"max_model_len": 250, "block_size": 32}, 9),
+        ({"max_model_len": 250, "max_num_batched_tokens": 65}, 7),  # of a layer with a window of 1
+        ({"max_model_len": 250, "max_num_batched_tokens": 64}, 6),
+    ],
+)
+def test_blocks_are_refused_that_no_layer_can_do_with(
+    settings: dict[str, int], num_blocks: int, tmp_path: Path
+) -> None:
+    write_config(tmp_path, {})
+    refuse_early(configure(model=str(tmp_path), num_gpu_blocks_override=num_blocks, **settings))
+    for window, is_hybrid in ((1, True), (None, False)):
+        layout = lay_out(
+            [LayerSpec(1, 1, 8, 8, window)],
+            settings.get("block_size", 16),
+            settings.get("max_num_batched_tokens", 2048),
+            settings["max_model_len"],
+            is_hybrid,
+        )
+        assert 1 + layout.num_blocks_for(settings["max_model_len"] - 1) >= num_blocks
+    few = configure(model=str(tmp_path), num_gpu_blocks_override=num_blocks - 1, **settings)
+    with pytest.raises(InsufficientMemory, match=f" needs {num_blocks} blocks of "):
+        refuse_early(few)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"architectures": ["LlamaModel"]},
+        {"layer_types": ["linear_attention", "linear_attention"]},
+        {"mamba_n_heads": 8},
+    ],
+)
+def test_models_that_may_have_no_cache_are_not_refused_for_its_blocks(
+    changes: dict[str, Any], tmp_path: Path
+) -> None:
+    write_config(tmp_path, changes)
+    refuse_early(configure(model=str(tmp_path), max_model_len=250, num_gpu_blocks_override=2))
+
+
 def test_the_lists_have_what_transformers_knows() -> None:
     found = model_types()
     assert found is not None
@@ -270,4 +322,4 @@ def test_lists_that_are_not_found_refuse_nothing(
     unknown: ModelTypes | None = None
     monkeypatch.setattr(early_refusals, "model_types", lambda: unknown)
     write_config(tmp_path, {"model_type": "orion"})
-    refuse_early(ModelConfig(model=str(tmp_path)))
+    refuse_model(ModelConfig(model=str(tmp_path)))
