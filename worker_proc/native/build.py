@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +32,9 @@ FLAGS = (
     *("-std=c++17", "-O3", "-fopenmp", "-fno-math-errno"),
     *("-ffp-contract=fast", "-fPIC"),
 )
+WIDE_MOVES = ("-mmove-max=256", "-mstore-max=256")
+"""Flags without AVX-512, for compilers that have them (GCC 12): a vector of 16 floats is copied in
+registers of 8. Otherwise GCC copies it in halves of what was stored, which waits for the store."""
 NATIVE = ("-march=native",)
 # PyTorch brings OpenMP's library; a machine without a compiler may have an older one of C++.
 PORTABLE = ("-static-libstdc++", "-static-libgcc")
@@ -92,13 +95,13 @@ def prebuilt_path() -> Path | None:
 
 def library_path() -> Path:
     """Return the path of the library that is compiled here, for this CPU."""
-    name = _digest((*FLAGS, *NATIVE), cpu_description())
+    name = _digest((*FLAGS, *WIDE_MOVES, *NATIVE), cpu_description())
     return cache_directory() / f"native-{name}.so"
 
 
 def _file_name(target: Target) -> str:
     """Return the name of a target's library, which changes with the sources."""
-    return f"{target.name}-{_digest((*FLAGS, *PORTABLE, *target.flags))}.so"
+    return f"{target.name}-{_digest((*FLAGS, *WIDE_MOVES, *PORTABLE, *target.flags))}.so"
 
 
 def _digest(flags: tuple[str, ...], cpu: str = "") -> str:
@@ -167,7 +170,7 @@ def build() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(target.parent):
             if not target.exists():
-                _compile(NATIVE, target)
+                _compile(NATIVE, target, set(cpu_description().split()))
     return target
 
 
@@ -200,15 +203,17 @@ def build_all_targets(directory: Path) -> list[Path]:
     for target in TARGETS:
         path = directory / _file_name(target)
         if not path.exists():
-            _compile((*PORTABLE, *target.flags), path)
+            _compile((*PORTABLE, *target.flags), path, target.needs)
         paths.append(path)
     return paths
 
 
-def _compile(flags: tuple[str, ...], path: Path) -> None:
+def _compile(flags: tuple[str, ...], path: Path, instructions: Set[str]) -> None:
     """Compile the sources in parallel and link a library; a RuntimeError has the reason."""
     _remove_abandoned(path.parent)
     deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    if "avx512f" not in instructions and _has_flags(WIDE_MOVES, deadline):
+        flags = (*flags, *WIDE_MOVES)
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
     # Renamed when complete, so that no process loads an incomplete library.
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=_SCRATCH) as scratch:
@@ -227,6 +232,15 @@ def _compile(flags: tuple[str, ...], path: Path) -> None:
         library = Path(scratch) / path.name
         _run(deadline, *FLAGS, *flags, "-shared", *objects, "-o", str(library))
         library.replace(path)
+
+
+def _has_flags(flags: tuple[str, ...], deadline: float) -> bool:
+    """Return whether the compiler has these flags."""
+    try:
+        _run(deadline, *flags, "-E", "-x", "c++", os.devnull)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _run(deadline: float, *arguments: str) -> None:

@@ -59,7 +59,7 @@ def test_both_ways_give_the_same_bits(
         assert torch.equal(by_floats, by_pairs)
 
 
-@pytest.mark.parametrize("format", [Format.UNITS, Format.COMPACT])
+@pytest.mark.parametrize("format", [Format.UNITS, Format.COMPACT, Format.INT8, Format.INT4])
 def test_a_row_alone_has_the_bits_of_the_row_among_others(
     libraries: Libraries, format: Format
 ) -> None:

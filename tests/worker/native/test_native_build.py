@@ -19,6 +19,7 @@ from worker_proc.native.build import (
     HEADERS,
     SOURCES,
     TARGETS,
+    WIDE_MOVES,
     Target,
     best_target,
     build,
@@ -82,6 +83,11 @@ def compilations(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "log"
 
 
+def compiled(log: Path) -> list[str]:
+    """Return the commands of a log that compile or link, without those that only try flags."""
+    return [line for line in log.read_text().splitlines() if " -E " not in line]
+
+
 def with_prebuilt(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Make libraries of all targets, as a wheel has them."""
     build_all_targets(directory)
@@ -93,7 +99,7 @@ def test_every_target_is_compiled_once_with_its_own_flags(
 ) -> None:
     paths = build_all_targets(tmp_path / "prebuilt")
     assert len(set(paths)) == len(TARGETS)
-    commands = [set(line.split()) for line in compilations.read_text().splitlines()]
+    commands = [set(line.split()) for line in compiled(compilations)]
     assert len(commands) == len(TARGETS) * (len(SOURCES) + 1)
     for path, target in zip(paths, TARGETS, strict=True):
         assert path.name.startswith(f"{target.name}-")
@@ -101,9 +107,26 @@ def test_every_target_is_compiled_once_with_its_own_flags(
         assert all(set(target.flags) < command for command in of_target)
         assert not any("-march=native" in command for command in of_target)
         assert ["-shared" in command for command in of_target] == [False] * len(SOURCES) + [True]
-    num_compiled = len(compilations.read_text().splitlines())
+    num_compiled = len(compiled(compilations))
     assert build_all_targets(tmp_path / "prebuilt") == paths
-    assert len(compilations.read_text().splitlines()) == num_compiled
+    assert len(compiled(compilations)) == num_compiled
+
+
+@pytest.mark.parametrize("has_flags", [True, False])
+def test_only_libraries_without_avx512_copy_in_wide_moves_if_the_compiler_can(
+    has_flags: bool, compilations: Path, tmp_path: Path
+) -> None:
+    if not has_flags:
+        fake = tmp_path / "compiler"
+        lines = fake.read_text().splitlines()
+        lines.insert(1, 'case "$*" in *move-max*) exit 1;; esac')
+        fake.write_text("\n".join(lines))
+    build_all_targets(tmp_path / "prebuilt")
+    commands = [set(line.split()) for line in compiled(compilations)]
+    for number, target in enumerate(TARGETS):
+        of_target = commands[number * (len(SOURCES) + 1) :][: len(SOURCES) + 1]
+        expected = has_flags and "avx512f" not in target.needs
+        assert {set(WIDE_MOVES) <= command for command in of_target} == {expected}
 
 
 @needs_compiler
@@ -117,7 +140,7 @@ def test_of_processes_that_begin_together_one_compiles(compilations: Path) -> No
     with ThreadPoolExecutor(3) as threads:
         paths = {each.result() for each in [threads.submit(start) for _ in range(3)]}
     assert paths == {library_path()}
-    assert len(compilations.read_text().splitlines()) == len(SOURCES) + 1
+    assert len(compiled(compilations)) == len(SOURCES) + 1
 
 
 def test_a_compilation_that_does_not_end_is_not_waited_for_any_longer(
@@ -162,13 +185,13 @@ def test_a_prebuilt_library_comes_before_a_compiler(
 ) -> None:
     with_prebuilt(tmp_path / "prebuilt", monkeypatch)
     monkeypatch.setattr(module, "cpu_description", lambda: f"flags : {' '.join(target.needs)}")
-    num_compiled = len(compilations.read_text().splitlines())
+    num_compiled = len(compiled(compilations))
     path = prebuilt_path()
     assert path is not None
     assert path.name.startswith(f"{target.name}-")
     assert start_building() is None
     assert build() == path
-    assert len(compilations.read_text().splitlines()) == num_compiled
+    assert len(compiled(compilations)) == num_compiled
 
 
 def test_a_cpu_without_a_target_compiles(
@@ -178,7 +201,7 @@ def test_a_cpu_without_a_target_compiles(
     monkeypatch.setattr(module, "cpu_description", lambda: "flags : sse2")
     assert prebuilt_path() is None
     assert build() == library_path()
-    assert "-march=native" in compilations.read_text().splitlines()[-1]
+    assert "-march=native" in compiled(compilations)[-1]
 
 
 def test_libraries_of_other_sources_are_not_used(

@@ -128,6 +128,16 @@ struct Int4Panels {
     return space;
   }
 
+  // The codes of successive inputs (word_products.h).
+  struct Words {
+    static constexpr int kInputs = 2 * kWordUnits;
+    static constexpr int64_t kTileBytes = kBytes;
+
+    [[gnu::always_inline]] static Part weights(PartBits words, int k) {
+      return (Part)values(k % 2 ? words >> 16 : words, k / 2);
+    }
+  };
+
   // Decodes to float32, [inputs][kPairOutputs], without the scales.
   [[gnu::noinline]] void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     const uint8_t* const lines = codes + tile_at(pair, half, unit);

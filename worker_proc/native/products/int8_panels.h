@@ -88,6 +88,7 @@ struct Int8Tile {
 // converted without a shift.
 struct Int8Tile {
   static constexpr int64_t kBytes = 2 * kTile;
+  static constexpr int kPerWord = 4;
 
   // Packs kTileInputs codes of one output.
   static void pack_lane(const int8_t* codes, int64_t lane, uint8_t* tile) {
@@ -122,8 +123,13 @@ struct Int8Tile {
     });
   }
 
+  // Code k of each word as float32.
+  [[gnu::always_inline]] static Part weights(PartBits words, int k) {
+    return (Part)value(k < 2 ? words : rotated(words), k % 2);
+  }
+
  private:
-  static constexpr int kPerWord = 4, kRotation = 7;
+  static constexpr int kRotation = 7;
   static constexpr uint32_t kZero = 128;
 
   // Calls f(unit number, first lane, bits of the first values, bits of the second values) for each
@@ -140,8 +146,10 @@ struct Int8Tile {
   // The words of a unit, rotated so that its codes are in bits 7 to 22.
   static PartBits words_of(const uint8_t* tile, int number) {
     const PartBits words = *reinterpret_cast<const PartBits*>(tile + number / 2 * kLine);
-    return number % 2 ? words >> 16 | words << 16 : words;
+    return number % 2 ? rotated(words) : words;
   }
+
+  static PartBits rotated(PartBits words) { return words >> 16 | words << 16; }
 
   // Converts code k of each word to float32. With the exponent of `size`, the code's lowest bit has the
   // value 1.
@@ -217,6 +225,16 @@ struct Int8Panels {
   }
 
 #ifndef __AVX512F__
+  // The codes of successive inputs (word_products.h).
+  struct Words {
+    static constexpr int kInputs = Int8Tile::kPerWord;
+    static constexpr int64_t kTileBytes = Int8Tile::kBytes;
+
+    [[gnu::always_inline]] static Part weights(PartBits words, int k) {
+      return Int8Tile::weights(words, k);
+    }
+  };
+
   // Decodes to float32, [inputs][kPairOutputs], without the scales.
   void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     Int8Tile::widen(prefetching_tile(pair, half, unit), inputs);

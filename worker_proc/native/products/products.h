@@ -18,6 +18,7 @@
 #include "products/tile_products.h"
 #include "products/vector_products.h"
 #include "products/widened_products.h"
+#include "products/word_products.h"
 #include "team.h"
 
 // Whether this process may use AMX; set when the library is loaded.
@@ -64,6 +65,12 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     }
 #endif
 #ifndef __AVX512F__
+  if constexpr (std::is_same<T, Bf16>::value && kHasWords<W>)
+    if (last_row - row == 1) {
+      FloatRows own(rows, w.num_units, block_units_of<T>(w));
+      const float* const inputs = (rows.floats ? *rows.floats : own).of(row, last_row);
+      return multiply_words(w, inputs, row, pair, last_pair, out);
+    }
   if constexpr (!std::is_same<T, int8_t>::value)
     if (W::kAreCodes || last_row - row >= kManyRows)
       return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
