@@ -29,10 +29,9 @@ from api_proc.openai.invocations import InvocationBody
 from api_proc.operation import admin_routes as admin
 from api_proc.operation import info_routes as info
 from api_proc.operation import load_routes
-from api_proc.pooling.classify import Classification, ClassifyBody
-from api_proc.pooling.embeddings import Embedding, EmbeddingBody
-from api_proc.pooling.pooled import PooledList
-from api_proc.pooling.scores import RerankBody, Reranking, Score, ScoreBody
+from api_proc.pooling.classify import ClassificationResponse, ClassifyBody
+from api_proc.pooling.embeddings import EmbeddingBody, EmbeddingResponse
+from api_proc.pooling.scores import RerankBody, Reranking, ScoreBody, ScoreResponse
 from api_proc.responses.body import ResponsesBody
 from api_proc.responses.events import ResponseEvent
 from api_proc.responses.objects import Deleted, InputTokens, Response
@@ -137,14 +136,14 @@ OPERATIONS = (
     ),
     Operation(
         *("POST", "/v1/embeddings", "generate", "Return a vector for each text."),
-        *(PooledList[Embedding], EmbeddingBody),
+        *(EmbeddingResponse, EmbeddingBody),
         {"input": ["a text", "another"]},
         errors=_COMPUTES,
     ),
     *(
         Operation(
             *("POST", path, "generate", "Score pairs of texts."),
-            *(PooledList[Score], ScoreBody),
+            *(ScoreResponse, ScoreBody),
             {"text_1": "a question", "text_2": ["an answer", "another"]},
             errors=_COMPUTES,
         )
@@ -161,7 +160,7 @@ OPERATIONS = (
     ),
     Operation(
         *("POST", "/classify", "generate", "Return the label of each text."),
-        *(PooledList[Classification], ClassifyBody),
+        *(ClassificationResponse, ClassifyBody),
         {"input": ["a text", "another"]},
         errors=_COMPUTES,
     ),

@@ -9,6 +9,7 @@ from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder
 from api_proc.pooling.pooled import (
     PooledBody,
+    PooledList,
     PooledPrompt,
     PooledRequests,
     decoded_in_slices,
@@ -45,6 +46,10 @@ class Classification(msgspec.Struct, kw_only=True):
     num_classes: int
 
 
+class ClassificationResponse(PooledList[Classification]):
+    """Response of /classify."""
+
+
 _decode = BodyDecoder(ClassifyBody)
 
 
@@ -66,7 +71,9 @@ async def classify(state: ApiState, connection: Connection) -> None:
         results = await requests.compute(facts, turn, take, param="input")
     if results is not None:
         name = state.shown_model(body.model)
-        response = pooled_list("classify", connection, name, results, usage_of(prompts))
+        response = pooled_list(
+            ClassificationResponse, "classify", connection, name, results, usage=usage_of(prompts)
+        )
         await connection.send_json(response)
 
 

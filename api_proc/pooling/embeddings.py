@@ -60,6 +60,10 @@ class Embedding(msgspec.Struct, kw_only=True):
     embedding: list[float] | str
 
 
+class EmbeddingResponse(PooledList[Embedding]):
+    """Response of /v1/embeddings."""
+
+
 _decode = BodyDecoder(EmbeddingBody)
 
 
@@ -157,7 +161,7 @@ def _response(
     model: str, connection: Connection, usage: EmbeddingUsage, vectors: list[bytes]
 ) -> list[bytes]:
     """Return the response in pieces of several vectors each."""
-    response: PooledList[Embedding] = pooled_list("embd", connection, model, [], usage)
+    response = pooled_list(EmbeddingResponse, "embd", connection, model, [], usage=usage)
     before, name, after = encode(response).partition(b'"data":')
     groups = [
         b",".join(vectors[first : first + AT_ONCE]) for first in range(0, len(vectors), AT_ONCE)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
@@ -50,7 +50,7 @@ class EmbeddingUsage(msgspec.Struct, frozen=True):
 
 
 class PooledList(msgspec.Struct, Generic[T], kw_only=True):
-    """Response of /v1/embeddings, /score and /classify: a result for each input."""
+    """The fields of a response that has a result for each input."""
 
     id: str
     object: str = "list"
@@ -58,6 +58,9 @@ class PooledList(msgspec.Struct, Generic[T], kw_only=True):
     model: str
     data: list[T]
     usage: EmbeddingUsage
+
+
+Response = TypeVar("Response", bound=PooledList[Any])
 
 
 class PooledPrompt(NamedTuple):
@@ -74,10 +77,16 @@ def usage_of(prompts: Sequence[PooledPrompt]) -> EmbeddingUsage:
 
 
 def pooled_list(
-    prefix: str, connection: Connection, model: str, data: list[T], usage: EmbeddingUsage
-) -> PooledList[T]:
-    """Return the response that is made now; `prefix` begins its id."""
-    return PooledList(
+    kind: type[Response],
+    prefix: str,
+    connection: Connection,
+    model: str,
+    data: list[Any],
+    *,
+    usage: EmbeddingUsage,
+) -> Response:
+    """Return a response of this kind that is made now; `prefix` begins its id."""
+    return kind(
         id=f"{prefix}-{connection.request_id}",
         created=int(time.time()),
         model=model,

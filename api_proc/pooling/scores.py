@@ -18,6 +18,7 @@ from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.pooling.pooled import (
     EmbeddingUsage,
     PooledBody,
+    PooledList,
     PooledPrompt,
     PooledRequests,
     decoded_in_slices,
@@ -87,6 +88,10 @@ class Score(msgspec.Struct, kw_only=True):
     score: float
 
 
+class ScoreResponse(PooledList[Score]):
+    """Response of /score."""
+
+
 class RerankResult(msgspec.Struct, kw_only=True, omit_defaults=True):
     """One document, identified by its position in the request."""
 
@@ -136,7 +141,8 @@ async def create_scores(state: ApiState, connection: Connection) -> None:
     if scored is None:
         return
     scores = [Score(index=i, score=score) for i, score in enumerate(scored.scores)]
-    response = pooled_list("score", connection, state.shown_model(body.model), scores, scored.usage)
+    name = state.shown_model(body.model)
+    response = pooled_list(ScoreResponse, "score", connection, name, scores, usage=scored.usage)
     await connection.send_json(response)
 
 

@@ -41,6 +41,7 @@ def test_document_is_well_formed() -> None:
     assert DOCUMENT["openapi"].startswith("3.1.")
     assert set(DOCUMENT["info"]) >= {"title", "version"}
     names = DOCUMENT["components"]["schemas"].keys()
+    assert all(name.isalpha() for name in names), "tools make names of classes of them"
     parts = [part for part in values(DOCUMENT) if isinstance(part, dict)]
     references = [part["$ref"] for part in parts if "$ref" in part]
     assert all(REFERENCE.fullmatch(reference) for reference in references)
