@@ -21,7 +21,6 @@ import time
 from asyncio import StreamReader, StreamWriter
 from collections import Counter
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 
@@ -55,7 +54,7 @@ LIMIT_S_PER_MIB = 4.0
 START_S = 60.0
 """Longest wait for a helper to start and load the tokenizer."""
 MAX_WAIT_S = 60.0
-"""Longest wait until a job begins; after that it is refused."""
+"""Longest wait until a job begins; then it is refused, though all lanes may be busy."""
 _CHECK_S = 0.1
 _MAX_ANSWER_BYTES = 2**26
 _SLICE_BYTES = 2**17
@@ -64,17 +63,32 @@ log = logging.getLogger("troika.api")
 _decode_answer = msgspec.msgpack.Decoder(Answer).decode
 
 
-class _Order(NamedTuple):
+class _Order:
     """A waiting job, and the future for its answer."""
 
-    body: bytes
-    answer: asyncio.Future[bytes]
-    arrival: float
-    account: Account
+    def __init__(self, body: bytes, account: Account) -> None:
+        loop = asyncio.get_running_loop()
+        self.body = body
+        self.account = account
+        self.answer: asyncio.Future[bytes] = loop.create_future()
+        self._deadline = loop.call_later(MAX_WAIT_S, self._expire)
+
+    def begin(self) -> None:
+        """Note that a lane has taken it: it does not wait any more."""
+        self._deadline.cancel()
+
+    def end(self) -> None:
+        """Free its memory: an order that nothing waits for may stay in the queue for a while."""
+        self._deadline.cancel()
+        self.body = b""
 
     def fail(self, error: Exception) -> None:
         if not self.answer.done():
             self.answer.set_exception(error)
+
+    def _expire(self) -> None:
+        text = f"the prompt has waited for the tokenizer longer than {MAX_WAIT_S:g} s"
+        self.fail(TextPoolUnavailable(text))
 
 
 class TextPool:
@@ -94,20 +108,24 @@ class TextPool:
     async def run(self, body: bytes) -> Result:
         """Do a job and return its result, or raise its error or the error of a limit."""
         account = Account(current_client.get())
-        answer: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         if self._num_waiting[account] >= self._max_waiting:
             self._orders.keep(self._is_wanted)
         if self._num_waiting[account] >= self._max_waiting:
             raise too_many_long_texts(self._max_waiting)
-        self._orders.put(account, _Order(body, answer, time.monotonic(), account))
+        order = _Order(body, account)
+        del body
+        self._orders.put(account, order)
         self._num_waiting[account] += 1
         self._has_orders.set()
         if self._num_waiting.total() > self._num_idle and len(self._lanes) < self._size:
             lane = asyncio.create_task(self._serve_lane())
             self._lanes.append(lane)
             lane.add_done_callback(self._lanes.remove)
-        del body
-        return await _unpacked(await answer)
+        try:
+            answer = await order.answer
+        finally:
+            order.end()
+        return await _unpacked(answer)
 
     def _is_wanted(self, order: _Order) -> bool:
         """Return whether a waiting job's request is still open; otherwise it counts no more."""
@@ -169,9 +187,7 @@ class _Lane:
             order.answer.cancel()
 
     async def _do(self, order: _Order) -> None:
-        if time.monotonic() - order.arrival > MAX_WAIT_S:
-            text = f"the prompt has waited for the tokenizer longer than {MAX_WAIT_S:g} s"
-            order.fail(TextPoolUnavailable(text))
+        order.begin()
         is_second = False
         while not order.answer.done():
             try:

@@ -352,12 +352,51 @@ def test_a_short_job_that_is_abandoned_costs_no_helper(pools: Pools, pool: TextP
     assert pid_of(pool) == pid
 
 
-def test_a_job_that_has_waited_too_long_is_not_begun(
+def test_a_job_that_has_waited_too_long_is_refused_while_the_lane_is_busy(
     pools: Pools, pool: TextPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pool_module, "MAX_WAIT_S", -1.0)
-    with pytest.raises(TextPoolUnavailable, match="has waited"):
-        pools.run(pool, render())
+    """One that has begun is not."""
+    expected = pools.run(pool, render())
+    monkeypatch.setattr(pool_module, "MAX_WAIT_S", 0.05)
+    pools.arm("delay:500@1")
+    body = msgspec.json.encode(render())
+
+    async def run() -> Pieces | TokenIdLists:
+        first = asyncio.create_task(pool.run(body))
+        while pool._num_idle:
+            await asyncio.sleep(0.001)
+        with pytest.raises(TextPoolUnavailable, match="has waited"):
+            await pool.run(body)
+        assert not first.done()
+        return await first
+
+    assert pools.call(run()) == expected
+
+
+def test_jobs_whose_clients_have_left_hold_no_memory_in_the_queue(
+    pools: Pools, pool: TextPool
+) -> None:
+    """Each client may have many, and nothing counts their bytes any more."""
+    pools.run(pool, render())
+    pools.arm("delay:300@1")
+    body = msgspec.json.encode(render())
+
+    async def run() -> int:
+        first = asyncio.create_task(pool.run(body))
+        while pool._num_idle:
+            await asyncio.sleep(0.001)
+        left = [asyncio.create_task(pool.run(bytes(1000))) for _ in range(5)]
+        await asyncio.sleep(0)
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        found = pool._orders.take()
+        assert found is not None
+        size = len(found[1].body)
+        await first
+        return size
+
+    assert pools.call(run()) == 0
 
 
 def test_a_second_process_serves_while_the_first_one_is_busy(
