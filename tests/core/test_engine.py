@@ -5,9 +5,18 @@ import pytest
 
 from core_proc.engine import EngineCore, FactsChanged
 from core_proc.outputs.check import InvalidWorkerOutput
-from protocol.api_core import AddRequest, EngineState, ErrorCode, RequestOutput, StepOutputs
+from protocol.api_core import (
+    LOOP_BUCKETS_S,
+    AddRequest,
+    EngineState,
+    EngineStats,
+    ErrorCode,
+    RequestOutput,
+    StepOutputs,
+)
 from protocol.config.settings import configure
 from protocol.core_worker import (
+    GrammarCompiled,
     ModelFacts,
     ModelRunnerOutput,
     PromptLogprobs,
@@ -112,6 +121,38 @@ def test_without_workers_ever_requests_are_refused() -> None:
     assert refused.error.code is ErrorCode.STARTING
     assert engine.state is EngineState.STARTING
     assert engine.schedule() is None
+
+
+def test_before_the_first_workers_there_is_nothing_to_lose_or_to_report() -> None:
+    engine = EngineCore(configure(model="null"))
+    with pytest.raises(InvalidWorkerOutput, match="before any step"):
+        engine.update(ModelRunnerOutput(1, []))
+    with pytest.raises(InvalidWorkerOutput, match="before anything"):
+        engine.answered(GrammarCompiled(1))
+    engine.lose_workers()
+    engine.attribute_death()
+    engine.abort(CLIENT, [1])
+    assert engine.drop_client(CLIENT) == 0
+    assert engine.take_marks() is None
+    assert (engine.take_outgoing(), list(engine.snapshot_kv_events())) == ([], [])
+    buckets = [0] * (len(LOOP_BUCKETS_S) + 1)
+    assert engine.stats() == EngineStats(loop_seconds_buckets=buckets)
+    assert engine.state is EngineState.STARTING
+
+
+def test_a_drain_before_the_first_workers_continues_after_their_adoption() -> None:
+    engine = EngineCore(configure(model="null"))
+    engine.drain()
+    assert engine.state is EngineState.STARTING
+    engine.adopt_workers(FACTS)
+    assert engine.state is EngineState.DRAINING
+    refused = engine.add(CLIENT, add(1))
+    assert refused is not None
+    assert refused.error.code is ErrorCode.DRAINING
+    assert engine.add(CLIENT, add(2, resent=True)) is None
+    assert not engine.is_drained
+    assert list(run_all(engine))
+    assert engine.is_drained
 
 
 def test_an_open_request_is_replaced_and_continues_after_the_tokens_given() -> None:
