@@ -29,7 +29,8 @@ MAX_HEADS_PER_KV_HEAD = 32
 """Maximum number of query heads for each KV head in one kernel call; a layer with more takes
 several calls."""
 MAX_LATENT_DIM = 640  # limit in latent_attention.h
-# Constants of pair_tile.h. Spans and tiles of attention.h have PAIR_SLOTS and PAIR_ROWS, too.
+# Constants of pair_tile.h, and of float_tile.h (kLanes, kTileRows and kFloatSpan). A shared prefix
+# has whole spans, as the softmax of a row is rescaled at most once for each span.
 PAIR_SLOTS, PAIR_DIMS, PAIR_ROWS, PAIR_SPAN = 16, 32, 32, 64
 VECTOR = 16
 MAX_SUMS_BYTES = 32 << 20

@@ -345,7 +345,7 @@ def test_blocks_of_a_recurrent_draft_model_are_in_no_store(tmp_path: Path) -> No
         drafts.note(block_id, is_filled=False)
     request = MirroredRequest(9, prompt, 32, PARAMS[0], [array("i", range(1, 9))] * 2, 31, 31)
     assert draft._progress(request).position == 0
-    draft._computed(request, DraftProgress(0), 32)
+    draft._record_computed(request, DraftProgress(0), 32)
     assert states.begin(9, range(1, 9)) == 0
 
 

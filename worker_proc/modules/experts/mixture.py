@@ -199,7 +199,7 @@ def fused_experts(
 
 
 class _Products(TorchFunctionMode):
-    """Records the dtypes of rows that are multiplied within the context."""
+    """Records the dtypes of linear products within the context."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -208,16 +208,18 @@ class _Products(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        result = func(*args, **(kwargs or {}))
         if func is functional.linear:
-            self.dtypes.add(args[0].dtype)
-        return func(*args, **(kwargs or {}))
+            self.dtypes.add(result.dtype)
+        return result
 
 
 def _weighting(router: nn.Module, size: int, dtype: torch.dtype) -> int | None:
     """Return 2 if the weights of the chosen experts add up to 1, plus 1 if they are rounded.
 
-    Returns None for a router with another interface, or one that multiplies in another dtype: the
-    kernel rounds logits to the dtype, which changes the choices of some rows.
+    Returns None for a router with another interface, one that multiplies in another dtype, and one
+    that does not call `functional.linear`: the kernel rounds logits to the dtype, which changes the
+    choices of some rows if the router does not.
     """
     generator = make_generator(2)
     rows = torch.randn(NUM_TRIAL_ROWS, size, generator=generator).to(dtype)

@@ -4,6 +4,7 @@ Experts with codes have the bits of the layers that have the same codes.
 """
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -121,20 +122,36 @@ def test_blocks_of_each_kind(
         assert_most_rows_close(want, model(rows))
 
 
+PRODUCTS: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "linear": nn.functional.linear,
+    "linear by keywords": lambda rows, weight: nn.functional.linear(input=rows, weight=weight),
+    "matmul": lambda rows, weight: torch.matmul(rows, weight.t()),
+    "operator": lambda rows, weight: rows @ weight.T,
+    "einsum": lambda rows, weight: torch.einsum("rh,eh->re", rows, weight),
+}
+"""Products of rows and the weight of a router."""
+
+
 class FloatRouter(Qwen3MoeTopKRouter):
     """A router that multiplies in float32, as those of many families do."""
 
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
     def forward(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        logits = nn.functional.linear(hidden_states.float(), self.weight.float())
+        logits = self.product(hidden_states.float(), self.weight.float())
         weights, index = logits.softmax(-1).topk(self.top_k, dim=-1)
         return logits, (weights / weights.sum(-1, keepdim=True)).to(hidden_states.dtype), index
 
 
+@pytest.mark.parametrize("product", PRODUCTS.values(), ids=PRODUCTS)
 @torch.inference_mode()
-def test_a_router_that_multiplies_in_float32_keeps_its_choices(library: NativeLibrary) -> None:
+def test_a_router_that_multiplies_in_float32_keeps_its_choices(
+    product: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], library: NativeLibrary
+) -> None:
     """Logits that are rounded to bfloat16 would send some rows to other experts."""
     model = make_block("qwen3_moe", torch.bfloat16)
     model[0].gate.__class__ = FloatRouter
+    model[0].gate.product = product
     rows = torch.randn(1, 300, HIDDEN_SIZE).bfloat16()
     _, weights, index = model[0].gate(rows[0])
     fuse_modules(model, library, torch.bfloat16)
