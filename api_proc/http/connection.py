@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import ipaddress
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -61,7 +61,7 @@ _VALUE_BYTES = 100
 _USUAL_VALUES = 1024
 """Values that are not counted, so that agents with some tools are charged only for their bytes."""
 _PIECE_BYTES = 64 * 1024
-"""Size up to which pieces of a response are written together."""
+"""Bytes of a response that are written at once if it has more."""
 _CLOSE = (b"connection", b"close")
 _FRAMING = (b"content-length", b"transfer-encoding")
 """Headers of requests that have a body."""
@@ -317,16 +317,16 @@ class Connection:
         await self.send(status, encode(value), headers)
 
     async def send_pieces(self, pieces: Sequence[bytes]) -> None:
-        """Send a response in pieces, as fast as the client reads, so that no more is buffered."""
-        pieces = _merged(pieces)
-        if len(pieces) == 1:
-            await self.send(200, pieces[0])
+        """Send a response as fast as the client reads, so that no copy of it is buffered."""
+        num_bytes = sum(map(len, pieces))
+        if num_bytes <= _PIECE_BYTES:
+            await self.send(200, b"".join(pieces))
             return
-        length = (b"content-length", str(sum(map(len, pieces))).encode())
+        length = (b"content-length", str(num_bytes).encode())
         fields = [length, (b"content-type", JSON), *self.headers]
         self.response_started = True
         await self._write({"type": "http.response.start", "status": 200, "headers": fields})
-        for piece in pieces:
+        for piece in _divided(pieces):
             await self._write({"type": "http.response.body", "body": piece, "more_body": True})
         await self._write({"type": "http.response.body", "body": b""})
 
@@ -408,18 +408,19 @@ class Connection:
                 await self.send_frames(frame)
 
 
-def _merged(pieces: Sequence[bytes]) -> list[bytes]:
-    """Join neighbours into pieces of up to `_PIECE_BYTES`; larger ones are not copied."""
-    merged: list[bytes] = []
+def _divided(pieces: Sequence[bytes]) -> Iterator[bytes]:
+    """Yield the same bytes in pieces of up to `_PIECE_BYTES`; small neighbours are joined."""
     joined: list[bytes] = []
     num_bytes = 0
     for piece in pieces:
-        if joined and num_bytes + len(piece) > _PIECE_BYTES:
-            merged.append(b"".join(joined))
-            joined, num_bytes = [], 0
-        joined.append(piece)
-        num_bytes += len(piece)
-    return [*merged, b"".join(joined)]
+        for start in range(0, len(piece), _PIECE_BYTES):
+            part = piece[start : start + _PIECE_BYTES]
+            if num_bytes + len(part) > _PIECE_BYTES:
+                yield b"".join(joined)
+                joined, num_bytes = [], 0
+            joined.append(part)
+            num_bytes += len(part)
+    yield b"".join(joined)
 
 
 def error_body(scope: Scope, error: ApiError) -> bytes:

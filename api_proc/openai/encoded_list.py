@@ -25,11 +25,12 @@ class EncodedList:
             self._encode()
 
     def _encode(self) -> None:
-        self._slices.append(encode(self._items)[1:-1])
+        content = encode(self._items)[:-1]
+        self._slices.append(b"," + content[1:] if self._slices else content)
         self._items.clear()
 
     def json(self) -> Raw:
         """Return the JSON of the whole array."""
-        if self._items:
+        if self._items or not self._slices:
             self._encode()
-        return Raw(b"[%b]" % b",".join(self._slices))
+        return Raw(b"".join([*self._slices, b"]"]))

@@ -7,7 +7,7 @@ import httpx
 import msgspec
 import pytest
 
-from api_proc.http.connection import _PIECE_BYTES, _merged
+from api_proc.http.connection import _PIECE_BYTES, _divided
 from api_proc.openai import encoded_list, reply
 from api_proc.openai.encoded_list import EncodedList
 from tests.api.conftest import MakeServer
@@ -25,14 +25,16 @@ def test_the_slices_are_the_array(number: int) -> None:
     assert msgspec.json.decode(array.json()) == items
 
 
-@pytest.mark.parametrize("sizes", [[], [1], [10, _PIECE_BYTES, 1], [1] * 9, [50_000, 20_000, 1]])
-def test_small_pieces_are_written_together(sizes: list[int]) -> None:
+@pytest.mark.parametrize(
+    "sizes", [[], [1], [10, _PIECE_BYTES, 1], [1] * 9, [50_000, 20_000, 1], [300_000, 5, 70_000]]
+)
+def test_pieces_of_bounded_size_are_written(sizes: list[int]) -> None:
+    """Small ones are written together."""
     pieces = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
-    merged = _merged(pieces)
-    assert b"".join(merged) == b"".join(pieces)
-    for piece in merged:
-        assert len(piece) <= _PIECE_BYTES or piece in pieces
-    pairs = itertools.pairwise(merged)
+    divided = list(_divided(pieces))
+    assert b"".join(divided) == b"".join(pieces)
+    assert all(len(piece) <= _PIECE_BYTES for piece in divided)
+    pairs = itertools.pairwise(divided)
     assert all(len(first) + len(second) > _PIECE_BYTES for first, second in pairs)
 
 
