@@ -33,14 +33,14 @@ from core_proc.outputs.prompt_progress import PromptProgress
 from core_proc.outputs.refusals import Refusals
 from core_proc.outputs.rows import output_row, prompt_rows
 from core_proc.pausing import Pausing
-from core_proc.preparation.adapters import ADAPTER_PARAM, KILLS_WORKERS, SAME_ID, Adapters
-from core_proc.preparation.grammars import MAX_COMPILING, Grammars
+from core_proc.preparation.adapters import Adapters
+from core_proc.preparation.grammars import Grammars
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
+from core_proc.request_check import NO_LORA, RequestCheck
 from core_proc.scheduler import Scheduler
 from core_proc.stats import LoopHistogram, scheduler_stats
-from protocol.adapters import Adapter
 from protocol.api_core import (
     AddRequest,
     Control,
@@ -78,8 +78,6 @@ from protocol.kv_events import KVEvent
 from protocol.message import MAX_TEXT
 from protocol.process.machines import blocks_address
 from protocol.process.progress_page import MarkEdits
-from protocol.request_validation import validate_request
-from protocol.turns import Account
 
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never reaches it."""
@@ -131,6 +129,14 @@ class EngineCore:
         self.pausing = Pausing(self.scheduler, self._owners.post)
         self.quarantine = Quarantine(self.scheduler, CANARY_ID, self.adapters.waits_for_others)
         self._refusals = Refusals(self.scheduler, self._owners)
+        self._check = RequestCheck(
+            self._config,
+            self.scheduler,
+            grammars=self.grammars,
+            adapters=self.adapters,
+            pausing=self.pausing,
+            quarantine=self.quarantine,
+        )
 
     # Workers ------------------------------------------------------------------------------------
 
@@ -215,11 +221,15 @@ class EngineCore:
 
     def add(self, client: Client, add: AddRequest) -> Refused | None:
         """Queue a request or refuse it. An open request with the same id ends in either case."""
-        was_accepted = add.resent or self._owners.has(client, add.request_id)
-        error = self._why_not(client, add, was_accepted=was_accepted)
-        self.abort(client, [add.request_id])
-        if error is not None:
+        if self.facts is None:
+            error = RequestError(ErrorCode.STARTING, "the engine is starting")
             return Refused(add.request_id, error)
+        origin = _origin(client, add)
+        was_accepted = add.resent or self._owners.has(client, add.request_id)
+        why_not = self._check.why_not(add, origin, self.facts, self.now, was_accepted=was_accepted)
+        self.abort(client, [add.request_id])
+        if why_not is not None:
+            return Refused(add.request_id, why_not)
         req_id, self._next_req_id = self._next_req_id, self._next_req_id + 1
         request = Request(
             req_id,
@@ -233,7 +243,7 @@ class EngineCore:
             adapter_digest=b"" if add.adapter is None else add.adapter.digest,
             adapter_name="" if add.adapter is None else add.adapter.name,
             tenant=add.tenant,
-            origin=_origin(client, add),
+            origin=origin,
             blocks_at=add.blocks_at,
             owner=Owner(client, add.request_id),
         )
@@ -253,50 +263,6 @@ class EngineCore:
         self.progress.added(request)
         self.quarantine.added(request)
         return None
-
-    def _why_not(
-        self, client: Client, add: AddRequest, *, was_accepted: bool
-    ) -> RequestError | None:
-        if self.facts is None:
-            return RequestError(ErrorCode.STARTING, "the engine is starting")
-        if not was_accepted:
-            if self.pausing.is_draining:
-                return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
-            if (error := self._overload(add.num_prompt_tokens)) is not None:
-                return error
-            grammar = add.sampling_params.grammar
-            account = Account(_origin(client, add), add.tenant)
-            if grammar is not None and self.grammars.is_full(grammar, account):
-                text = f"its client's share of the {MAX_COMPILING} grammars at a time is used up"
-                return RequestError(ErrorCode.OVERLOADED, text)
-        adapter_id = 0 if add.adapter is None else add.adapter.adapter_id
-        if self.quarantine.refuses(add.prompt, add.sampling_params, self.now, adapter_id):
-            text = "the same request has killed workers; it is refused for ten minutes"
-            return RequestError(ErrorCode.QUARANTINED, text)
-        if add.adapter is not None and (error := self._why_not_adapter(add.adapter)) is not None:
-            return error
-        return validate_request(add, self.facts)
-
-    def _why_not_adapter(self, adapter: Adapter) -> RequestError | None:
-        if not self._config.lora.enable_lora:
-            return RequestError(ErrorCode.INVALID, _NO_LORA, ADAPTER_PARAM)
-        name = f"adapter {adapter.name!r}"
-        if self.adapters.refuses(adapter):
-            return RequestError(ErrorCode.QUARANTINED, f"{name}: {KILLS_WORKERS}", ADAPTER_PARAM)
-        if self.adapters.has_id_conflict(adapter):
-            return RequestError(ErrorCode.INVALID, f"{name}: {SAME_ID}", ADAPTER_PARAM)
-        return None
-
-    def _overload(self, num_prompt_tokens: int) -> RequestError | None:
-        scheduler, limits = self.scheduler, self._config.scheduler
-        num_waiting, num_tokens = scheduler.num_waiting, scheduler.waiting.num_prompt_tokens
-        if num_waiting >= limits.max_num_waiting:
-            text = f"{limits.max_num_waiting} requests are waiting already"
-        elif num_waiting and num_tokens + num_prompt_tokens > limits.max_waiting_tokens:
-            text = f"prompts of {num_tokens} tokens are waiting already"
-        else:
-            return None
-        return RequestError(ErrorCode.OVERLOADED, text)
 
     def abort(self, client: Client, request_ids: Iterable[int]) -> None:
         """End requests whose outputs are no longer wanted; unknown ids are ignored."""
@@ -329,7 +295,7 @@ class EngineCore:
         elif control.action not in (ControlAction.LOAD_ADAPTER, ControlAction.UNLOAD_ADAPTER):
             self.pausing.handle(client, control)
         elif control.adapter is None or not self._config.lora.enable_lora:
-            self._answer_load(client, control.number, _NO_LORA)
+            self._answer_load(client, control.number, NO_LORA)
         elif control.action is ControlAction.LOAD_ADAPTER:
             self.adapters.load(client, control.number, control.adapter)
         else:
@@ -543,9 +509,6 @@ class EngineCore:
             blocks_address(self._config),
             self.is_loading_anew,
         )
-
-
-_NO_LORA = "the engine was started without enable_lora"
 
 
 def _origin(client: Client, add: AddRequest) -> str:

@@ -265,7 +265,12 @@ def messages_by_turn(
     for _ in range(8):
         client.send(CORE_EPOCH, aborts)
     arrived: deque[Received] = deque()
-    bench.until(lambda: arrived.extend(link.drain(8)) or len(arrived) == 8, turn=False)
+
+    def have_arrived() -> bool:
+        arrived.extend(link.drain(8))
+        return len(arrived) == 8
+
+    bench.until(have_arrived, turn=False)
 
     def drain(limit: int) -> Iterator[Received]:
         for _ in range(min(limit, len(arrived))):
