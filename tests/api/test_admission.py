@@ -3,7 +3,7 @@
 import asyncio
 import json
 import socket
-import time
+import threading
 
 from api_proc.fairness.admission import _PER_TURN, Admission
 from api_proc.fairness.fair_gate import current_client
@@ -45,10 +45,12 @@ def test_a_request_behind_many_of_another_key_is_not_the_last(make_server: MakeS
     keys = ["one"] * (5 * _PER_TURN) + ["two"]
     connections = [socket.create_connection(address) for _ in keys]
     wait_until(lambda: len(live._server.server_state.connections) == len(keys))
-    live.loop.call_soon_threadsafe(time.sleep, 0.5)  # all come in one turn
+    have_come = threading.Event()
+    live.loop.call_soon_threadsafe(have_come.wait, 30)  # all come in one turn
     for key, connection in zip(keys, connections, strict=True):
         lines = f"{head}Authorization: Bearer {key}\r\nContent-Length: {len(body)}\r\n\r\n"
         connection.sendall(lines.encode() + body)
+    have_come.set()
     wait_until(lambda: len(live.client.requests) == len(connections))
     for connection in connections:
         connection.close()
