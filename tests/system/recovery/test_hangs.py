@@ -231,12 +231,12 @@ def test_long_steps_on_a_busy_machine_cause_no_kill(start_engine: EngineFactory)
 def test_death_by_sigkill_is_noticed_at_once(quick: SharedEngine) -> None:
     """The pidfd wakes the supervisor: each of six deaths is noticed within 50 ms."""
     failpoints.arm(quick.failpoints, "supervisor.after_death", "note@*")
-    for role in (Role.WORKER, Role.CORE) * 3:
-        within(
-            5,
-            lambda role=role: {"detection_s": measure_detection(quick, role)},
-            detection_s=DETECTION_S,
-        )
+    roles = (Role.WORKER, Role.CORE) * 3
+    within(
+        5,
+        lambda: {"detection_s": max(measure_detection(quick, role) for role in roles)},
+        detection_s=DETECTION_S,
+    )
 
 
 def measure_detection(engine: SharedEngine, role: Role) -> float:
