@@ -136,21 +136,24 @@ VANISHED_S = 6.0
 def test_clients_that_vanish_leave_nothing(
     start_engine: EngineFactory, tmp_path: Path, num_clients: int, is_journaled: bool
 ) -> None:
-    """Clients leave at random moments with FIN or RST, and all blocks and entries are freed."""
+    """Clients leave with FIN or RST, before the answer or within it, and everything is freed."""
     directory = tmp_path / "j"
     engine = start_engine("--null-step-ms", "2", *((*JOURNAL, str(directory)) * is_journaled))
     rng = random.Random(1)
     url = engine.url()
 
-    def visit(delay_s: float, how: Callable[[Stream], None]) -> None:
-        stream = Stream(url, {**LONG, "stream": rng.random() < 0.8})
-        time.sleep(delay_s)
+    def visit(delay_s: float | None, how: Callable[[Stream], None]) -> None:
+        stream = Stream(url, {**LONG, "stream": delay_s is None or rng.random() < 0.8})
+        if delay_s is None:
+            stream.next()
+        else:
+            time.sleep(delay_s)
         how(stream)
 
     with ThreadPoolExecutor(32) as pool:
         visits = []
         for _ in range(num_clients):
-            delay_s = rng.choice([0.0, 0.001, rng.random() * 0.1])
+            delay_s = rng.choice([0.0, 0.001, rng.random() * 0.1, None])
             visits.append(pool.submit(visit, delay_s, rng.choice([Stream.reset, Stream.close])))
     for item in visits:
         item.result()
