@@ -116,7 +116,7 @@ def check_iterations(live: LiveServer, name: str, turn_s: float = TURN_S) -> Non
         return {"turn_s": meter.longest_s}
 
     within(4, measure, turn_s=turn_s)
-    assert not live.call(live.state.large_requests.working.locked)
+    assert not live.call(live.state.large_requests.working.is_full)
 
 
 @pytest.mark.parametrize(

@@ -112,7 +112,8 @@ def test_a_request_is_one_line_and_links_are_not_mentioned(served: tuple[Engine,
         http.post("/v1/completions", json=PROMPT, headers={"x-request-id": "my-request"})
     eventually(lambda: "my-request" in engine.log, "the request is logged")
     (line,) = [line for line in engine.log.splitlines() if "my-request" in line]
-    shape = r"\S+ \[api\] POST /v1/completions 200 prompt 3 output 4 first \d+ ms total \d+ ms my-"
+    tokens, times = "prompt 3 output 4", r"queue \d+ ms first \d+ ms total \d+ ms"
+    shape = rf"\S+ \[api\] POST /v1/completions 200 {tokens} {times} my-"
     assert re.match(shape, line), line
     engine.kill(Role.WORKER)
     assert "epoch" not in engine.log.replace("of epoch", ""), "deaths have their epoch"

@@ -124,13 +124,12 @@ void score(Tile& tile, int first, const Span<T>& span) {
   for (; strip < end; strip++) score_strips<T, R, 1>(tile, first, span, strip);
 }
 
-// The weight of a score: 2^(score · log2(e) - maximum), where the maximum is in units of log2(e), and
-// 0 below 2^-125. NaN stays NaN.
+// The weight of a score, e^(score - maximum): 1 for the maximum, and 0 below 2^-125. NaN stays NaN.
 inline Part weight_of(Part score, Part maximum) {
   constexpr float kBiased = kWhole + 127.0f;  // adding it rounds to an integer, with a float's bias
   constexpr float kTerms[] = {0.0013399931f, 0.009618489f, 0.055503286f,
                               0.24022646f,   0.6931472f,   1.0f};
-  const Part power = multiply_add_part(score, splat_part(kLog2OfE), -maximum);
+  const Part power = (score - maximum) * kLog2OfE;
   const Part whole = power + kBiased;
   const Part rest = power - (whole - kBiased);
   Part y = splat_part(0.00015345812f);
@@ -191,7 +190,7 @@ inline bool softmax_row(Tile& tile, int r, const SpanExtent& extent) {
     adjust_scores(tile, r, extent);
   if (low > first || end < last) mask_scores(weights, extent, low, end);
   if (!raise_maximum(tile, r, extent)) return false;
-  const Part maximum = splat_part(tile.running_max[r] * kLog2OfE);
+  const Part maximum = splat_part(tile.running_max[r]);
   Part sums[kParts];
   for (int p = 0; p < kParts; p++) sums[p] = part_at(tile.weight_sums[r] + p * kPartLanes);
   for (int i = first; i < last; i += kLanes)
