@@ -1,4 +1,4 @@
-"""A gate that few requests pass at a time; those that wait enter in turns of their clients.
+"""A gate that admits few requests at a time; their clients take turns.
 
 A client with many requests at the gate delays only these: a request of another client waits for one
 request of each client before it, however many have arrived earlier.
@@ -16,7 +16,7 @@ current_client: ContextVar[str] = ContextVar("current_client", default="")
 
 
 class FairGate:
-    """Lets at most `size` requests in at a time; all methods are called in one event loop."""
+    """Admits at most `size` requests at a time; all methods are called in one event loop."""
 
     def __init__(self, size: int = 1) -> None:
         self._num_free = size
@@ -27,25 +27,25 @@ class FairGate:
         return self._num_free == 0
 
     async def enter(self) -> None:
-        """Enter, or wait until `leave` lets the current client in."""
+        """Enter, or wait until `leave` admits this request."""
         if self._num_free:
             self._num_free -= 1
             return
-        let_in: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(Account(current_client.get()), let_in)
+        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.put(Account(current_client.get()), admitted)
         try:
-            await let_in
+            await admitted
         except asyncio.CancelledError:
-            if not let_in.cancelled():  # it was let in at the same time
+            if not admitted.cancelled():  # it was admitted at the same time
                 self.leave()
             raise
 
     def leave(self) -> None:
-        """Let the next one in that still waits."""
+        """Admit the next request that still waits, or free a place."""
         while (found := self._waiting.take()) is not None:
-            _, let_in = found
-            if not let_in.done():
-                let_in.set_result(None)
+            _, admitted = found
+            if not admitted.done():
+                admitted.set_result(None)
                 return
         self._num_free += 1
 
