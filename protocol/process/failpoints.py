@@ -11,8 +11,9 @@ applies to every process. Its value is one of two things:
   of each failpoint creates a file `reached.NAME`.
 
 Actions: `kill9` (SIGKILL to this process), `segv` (SIGSEGV), `stop` (SIGSTOP), `exc` (raise
-FailpointError), `enospc` (raise OSError), `delay:MS` (block this thread), `hold:MS` (block the
-interpreter, and with it all threads), `note` (only the line in the log).
+FailpointError), `enospc` (raise OSError), `delay:MS` (block this thread), `pause:MS` (the same, but
+with a directory until `release`, and no longer than that), `hold:MS` (block the interpreter, and
+with it all threads), `note` (only the line in the log).
 """
 
 import ctypes
@@ -28,6 +29,7 @@ VARIABLE = "_TROIKA_FAILPOINTS"
 """Begins with an underscore: not a setting of the engine, and inherited by all its processes."""
 LOG_FILE = "log"
 REACHED_PREFIX = "reached."
+PAUSED_PREFIX = "paused."
 EVERY_HIT = 0
 POISON_TOKEN_ID = 31_337
 """First token of prompts that hit `worker.poison` in null workers."""
@@ -80,7 +82,10 @@ class Order(NamedTuple):
     """Counted from 1; EVERY_HIT: each time."""
 
 
-_ORDER = re.compile(r"(kill9|segv|stop|exc|enospc|note|(?:delay|hold):(\d{1,6}))@([1-9]\d{0,8}|\*)")
+_ORDER = re.compile(
+    r"(kill9|segv|stop|exc|enospc|note|(?:delay|pause|hold):(\d{1,6}))@([1-9]\d{0,8}|\*)"
+)
+_PAUSE_POLL_S = 0.001
 
 
 def parse_order(text: str) -> Order:
@@ -115,9 +120,28 @@ def arm(directory: Path, name: str, order: str) -> None:
 
 
 def disarm(directory: Path) -> None:
-    """Disarm all failpoints that have not fired."""
+    """Disarm all failpoints that have not fired, and end all pauses."""
     for name in FAILPOINTS:
         (directory / name).unlink(missing_ok=True)
+    for file in directory.glob(f"{PAUSED_PREFIX}*"):
+        file.unlink(missing_ok=True)
+
+
+def release(directory: Path, name: str, pid: int) -> bool:
+    """Let a paused process continue; returns False if its pause had ended by itself.
+
+    A process that has died while it was paused has not ended its pause.
+    """
+    try:
+        _pause_file(directory, name, pid).unlink()
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _pause_file(directory: Path, name: str, pid: int) -> Path:
+    """Return the file that exists as long as the process is paused."""
+    return directory / f"{PAUSED_PREFIX}{name}.{pid}"
 
 
 class Failpoints:
@@ -171,8 +195,22 @@ class FailpointDirectory:
                 os.unlink(self._directory / name)
             except FileNotFoundError:  # another process has fired it
                 return
+        if armed.order.action == "pause":
+            self._pause(name, armed.order)
+            return
         self._log(name, armed.order)
         act(armed.order)
+
+    def _pause(self, name: str, order: Order) -> None:
+        """Block until `release` or the end of the pause, whichever comes first."""
+        file = _pause_file(self._directory, name, os.getpid())
+        file.touch()  # before the line in the log, after which the process may be released
+        self._log(name, order)
+        deadline = time.monotonic() + order.delay_s
+        while file.exists():
+            if time.monotonic() >= deadline:
+                file.unlink(missing_ok=True)
+            time.sleep(_PAUSE_POLL_S)
 
     def _read(self, name: str) -> ArmedFile | None:
         file = self._directory / name
@@ -209,7 +247,7 @@ def act(order: Order) -> None:
             raise FailpointError("exception injected by a failpoint")
         case "enospc":
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        case "delay":
+        case "delay" | "pause":
             time.sleep(order.delay_s)
         case "hold":
             # In C, without releasing the interpreter. A signal ends usleep early.

@@ -204,8 +204,12 @@ class Engine:
         """Arm a failpoint in all present and future processes."""
         failpoints.arm(self.failpoints, name, order)
 
+    def release(self, name: str, pid: int) -> bool:
+        """Let a paused process continue; returns False if its pause had ended by itself."""
+        return failpoints.release(self.failpoints, name, pid)
+
     def disarm(self) -> None:
-        """Disarm every failpoint that has not fired."""
+        """Disarm every failpoint that has not fired, and end all pauses."""
         failpoints.disarm(self.failpoints)
 
     def firings(self, since: float) -> list[Firing]:

@@ -93,7 +93,7 @@ class Place(NamedTuple):
     failpoint: str
     hit: int
     by_itself: bool
-    """Whether the process kills or stops itself there. Otherwise it is held while the victims are
+    """Whether the process kills or stops itself there. Otherwise it is paused until the victims are
     killed from outside, which leaves its descriptors in another state than a signal to itself."""
 
 
@@ -106,8 +106,8 @@ class Sequel(NamedTuple):
     """Places of the second death, in order; none: as soon as a successor exists."""
 
 
-HOLD_MS = 120
-"""Longer than it takes to notice a firing and to kill."""
+MAX_PAUSE_MS = 1500
+"""Less than the time after which a process is suspected to hang. The kill ends the pause."""
 
 _PLACES: dict[Phase, dict[str, tuple[str, int, int]]] = {
     Phase.QUEUED: {

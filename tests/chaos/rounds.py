@@ -218,5 +218,5 @@ class RoundRunner:
         result.detections_s = [
             seconds
             for kill, seconds in found
-            if seconds is not None and not kill.how.endswith(DETECTION)  # it was held there itself
+            if seconds is not None and not kill.how.endswith(DETECTION)  # it was paused there
         ]

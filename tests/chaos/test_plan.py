@@ -7,6 +7,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Collection, Iterable
 from itertools import islice
 from pathlib import Path
@@ -15,11 +16,11 @@ from typing import cast
 import pytest
 
 from protocol.process import failpoints
-from scripts.testing import is_alive
+from scripts.testing import TIMEOUT_S, eventually, is_alive
 from tests.chaos import processes, report
 from tests.chaos.checker import Harm, Violation
-from tests.chaos.engine import Engine
-from tests.chaos.faults import Cell, Fault, Phase, cells, place, plan, sequel
+from tests.chaos.engine import Engine, Firing
+from tests.chaos.faults import Cell, Fault, Phase, Place, cells, place, plan, sequel
 from tests.chaos.injection import Injection, Kill
 from tests.chaos.members import Member
 from tests.chaos.recording import End, Event, Recording
@@ -167,6 +168,24 @@ class FakeEngine:
         [role] = [member.role for member in self._members if member.pid == pid]
         self.signals.append((role, number))
         return None if role in self.ended else float(len(self.signals))
+
+
+def test_a_kill_is_a_hit_if_the_process_at_the_failpoint_is_still_paused(tmp_path: Path) -> None:
+    """However long ago the process has come there; the next kill would be too late."""
+    engine = Engine(tmp_path, [])
+    where, name = Place("worker.load", 1, by_itself=False), "worker.load"
+    injection = Injection(engine, Cell(1, Fault.WORKER, Phase.LOAD, 0), 1.0, 8)
+    injection._arm(where)
+    hit = failpoints.FailpointDirectory(engine.failpoints).hit
+    paused = threading.Thread(target=hit, args=(name,), daemon=True)
+    paused.start()
+    eventually(lambda: engine.firings(0.0), "it is paused")
+    fired = Firing(0.0, name, os.getpid(), "pause")
+    injection._end_pause(where, fired, has_killed=True)
+    assert injection.missed is None
+    paused.join(TIMEOUT_S)
+    injection._end_pause(where, fired, has_killed=True)
+    assert injection.missed == "killed more than 1500 ms after worker.load, too late"
 
 
 LOST = Cell(1, Fault.LOST, Phase.RANDOM, 0)

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 import timeit
 from pathlib import Path
 
@@ -26,7 +27,9 @@ from protocol.process.failpoints import (
     disarm,
     parse_order,
     parse_orders,
+    release,
 )
+from scripts.testing import TIMEOUT_S, eventually
 
 ROOT = Path(__file__).resolve().parents[2]
 NAME, OTHER = "worker.mid_step", "core.after_drain"
@@ -36,6 +39,7 @@ PACKAGES = ("protocol", "api_proc", "core_proc", "worker_proc", "scripts")
 
 def test_orders_are_read() -> None:
     assert parse_order("kill9@3") == Order("kill9", 0.0, 3)
+    assert parse_order("pause:1500@2") == Order("pause", 1.5, 2)
     assert parse_order("delay:250@*") == Order("delay", 0.25, failpoints.EVERY_HIT)
     both = parse_orders(f"{NAME}=stop@1, {OTHER}=note@*,")
     assert both == {NAME: Order("stop", 0.0, 1), OTHER: Order("note", 0.0, 0)}
@@ -147,6 +151,39 @@ def test_disarmed_failpoints_do_nothing(tmp_path: Path) -> None:
     reached.hit(NAME)
     assert (tmp_path / f"{REACHED_PREFIX}{NAME}").exists()
     assert not (tmp_path / f"{REACHED_PREFIX}{OTHER}").exists()
+
+
+@pytest.mark.parametrize("is_disarmed", [False, True])
+def test_a_pause_lasts_until_its_release(is_disarmed: bool, tmp_path: Path) -> None:
+    arm(tmp_path, NAME, "pause:600000@1")
+    paused = threading.Thread(target=FailpointDirectory(tmp_path).hit, args=(NAME,), daemon=True)
+    paused.start()
+    log = tmp_path / LOG_FILE
+    eventually(lambda: log.exists() and log.read_text().endswith(" pause\n"), "it is paused")
+    paused.join(0.02)
+    assert paused.is_alive()
+    if is_disarmed:
+        disarm(tmp_path)
+    assert release(tmp_path, NAME, os.getpid()) != is_disarmed
+    paused.join(TIMEOUT_S)
+    assert not paused.is_alive()
+
+
+def test_a_pause_that_has_ended_by_itself_cannot_be_released(tmp_path: Path) -> None:
+    arm(tmp_path, NAME, "pause:1@1")
+    FailpointDirectory(tmp_path).hit(NAME)
+    assert not release(tmp_path, NAME, os.getpid())
+
+
+def test_a_death_does_not_end_a_pause(tmp_path: Path) -> None:
+    """So the caller of `release` can see that a process was killed while it was paused."""
+    arm(tmp_path, NAME, "pause:600000@1")
+    arguments, environ = command(str(tmp_path))
+    process = subprocess.Popen(arguments, env=environ)
+    eventually((tmp_path / LOG_FILE).exists, "it is paused")
+    process.kill()
+    assert process.wait(TIMEOUT_S) == -signal.SIGKILL
+    assert release(tmp_path, NAME, process.pid)
 
 
 def test_who_dies_at_an_armed_failpoint_has_a_successor_that_lives(tmp_path: Path) -> None:
