@@ -5,7 +5,7 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 
@@ -14,6 +14,7 @@ from protocol.lifecycle import DeathCause
 from protocol.process.progress import ProgressReporter
 from protocol.process.progress_page import (
     _LOADS,
+    _PROGRESS_STRUCT,
     MAX_LOADS,
     MAX_MARKS,
     PAGE_BYTES,
@@ -269,18 +270,40 @@ def test_without_a_page_nothing_is_written_and_polls_may_last() -> None:
     assert reporter.tick_ms is None
 
 
-def test_a_mark_costs_less_than_two_microseconds(shared: tuple[ProgressPage, int]) -> None:
-    reporter = ProgressReporter(shared[1], EPOCH, RECOVERY)
+def test_a_mark_costs_less_than_five_times_its_words(shared: tuple[ProgressPage, int]) -> None:
+    """The measure is a loop that reads the clock and packs the five words of a mark.
 
-    def measure() -> dict[str, float]:
-        began = time.thread_time()
+    A busy machine slows both loops down alike: on one that packs the words in 0.23 us, the bound
+    is 1.2 us.
+    """
+    reporter = ProgressReporter(shared[1], EPOCH, RECOVERY)
+    clock, pack, words = time.monotonic_ns, _PROGRESS_STRUCT.pack_into, bytearray(64)
+
+    def write_words() -> None:
+        for step_id in range(20_000):
+            now = clock()
+            pack(words, 8, EPOCH, 5, step_id, now, now + 1)
+
+    def write_marks() -> None:
         for step_id in range(20_000):
             reporter.step(step_id, 2.0)
-        return {"mark_s": (time.thread_time() - began) / 20_000}
 
-    within(5, measure, mark_s=2e-6)
+    def measure() -> dict[str, float]:
+        words_s, marks_s = (
+            min(thread_seconds(act) for _ in range(3)) for act in (write_words, write_marks)
+        )
+        return {"ratio": marks_s / words_s}
+
+    within(5, measure, ratio=5.0)
     assert reporter.page is not None
     reporter.page.close()
+
+
+def thread_seconds(act: Callable[[], None]) -> float:
+    """Return the processor time of a call, without that of other threads."""
+    began = time.thread_time()
+    act()
+    return time.thread_time() - began
 
 
 def test_successor_with_another_page_inherits_what_was_left(
