@@ -10,6 +10,7 @@ from worker_proc.gguf.architecture import (
     LOCAL_BASE,
     NORM_BEHIND,
     NORMALIZED,
+    RMS_NORM_EPSILON,
     ROUTED,
     SHARED,
     WINDOW,
@@ -338,6 +339,45 @@ def _split_mimo2(metadata: Metadata) -> Mapping[str, Mapping[str, Change]]:
     return {f"{layer}.attn_qkv": changes[one] for layer, one in enumerate(heads)}
 
 
+def _cohere2moe(metadata: Metadata, file: MappedFiles) -> Config:
+    """Return what North Mini Code and Command A+ have.
+
+    As in llama.cpp, all dense layers have a rotary embedding, shared experts count half, and norms
+    are RMS norms if their epsilon is stated.
+    """
+    check_sigmoid(metadata)
+    count = before_drafts(metadata)
+    if not isinstance(metadata.get(_PATTERN), list):
+        raise metadata.unsupported(_PATTERN, f"true or false for each of {count} layers")
+    num_dense = metadata.integer("leading_dense_block_count", 0, min_value=0)
+    width = metadata.integer("expert_feed_forward_length")
+    num_shared = metadata.integer("expert_shared_count", 0, min_value=0)
+    if num_shared:
+        key, stated = "expert_shared_feed_forward_length", num_shared * width
+        if metadata.integer(key, stated) != stated:
+            raise metadata.unsupported(key, f"{stated}, the widths of {num_shared} experts")
+    epsilon = metadata.number_or_none(RMS_NORM_EPSILON)
+    norms = {"layer_norm_eps": metadata.number(LAYER_NORM_EPSILON)} if epsilon is None else {}
+    return {
+        **rotated_heads(metadata),
+        **window_layers(metadata, 4, count),
+        **used_experts(metadata),
+        **norms,
+        "rms_norm_eps": epsilon,
+        "sliding_window": metadata.integer(WINDOW),
+        "mlp_layer_types": ["dense" if one < num_dense else "sparse" for one in range(count)],
+        "prefix_dense_intermediate_size": metadata.integer("feed_forward_length"),
+        "intermediate_size": width,
+        "num_experts": metadata.integer("expert_count"),
+        "num_shared_experts": num_shared,
+        "shared_expert_combination_strategy": "average",
+        "expert_selection_fn": "sigmoid",
+        "norm_topk_prob": metadata.flag(NORMALIZED, default=False),
+        "logit_scale": metadata.number("logit_scale"),
+        "attention_bias": False,
+    }
+
+
 def _dbrx(metadata: Metadata, file: MappedFiles) -> Config:
     rotated_heads(metadata)  # its sizes follow from others
     epsilon = metadata.number(LAYER_NORM_EPSILON)
@@ -442,6 +482,14 @@ MIXTURES: Mapping[str, Architecture] = {
         ROUTED,
         drops_drafts=True,
         splits=split_queries,
+    ),
+    "cohere2moe": Architecture(
+        "cohere2_moe",
+        "Cohere2MoeForCausalLM",
+        _cohere2moe,
+        ROUTED,
+        drops_drafts=True,
+        has_rms_norms=False,
     ),
     "dbrx": Architecture(
         "dbrx",

@@ -9,6 +9,7 @@ from transformers import PretrainedConfig
 
 from worker_proc.quantization.auto_round import read_auto_round
 from worker_proc.quantization.awq import read_awq
+from worker_proc.quantization.bitnet import read_bitnet
 from worker_proc.quantization.bitsandbytes import read_bitsandbytes
 from worker_proc.quantization.compressed_tensors import read_compressed_tensors
 from worker_proc.quantization.fp8 import read_fbgemm_fp8, read_fp8
@@ -34,6 +35,7 @@ _log = logging.getLogger("troika.worker")
 _READERS: dict[str, Callable[[Settings], CheckpointFormat | None]] = {
     "auto-round": read_auto_round,
     "awq": read_awq,
+    "bitnet": read_bitnet,
     "bitsandbytes": read_bitsandbytes,
     "compressed-tensors": read_compressed_tensors,
     "fbgemm_fp8": read_fbgemm_fp8,

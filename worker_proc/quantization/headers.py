@@ -38,6 +38,7 @@ class StoredTensor(NamedTuple):
     """A tensor as the header of a safetensors file describes it."""
 
     file: str
+    """The path within the checkpoint's directory."""
     dtype: str
     """The name of the type in the format, such as F32 or F8_E4M3."""
     shape: tuple[int, ...]
@@ -46,27 +47,28 @@ class StoredTensor(NamedTuple):
 def read_headers(directory: str) -> dict[str, StoredTensor]:
     """Return the tensors of the safetensors files by their names."""
     stored: dict[str, StoredTensor] = {}
-    for path in _weight_files(Path(directory)):
-        stored.update(_read_header(path))
+    for file in _weight_files(Path(directory)):
+        stored.update(_read_header(Path(directory), file))
     return stored
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the files that transformers reads: one, or those of an index."""
-    index = directory / "model.safetensors.index.json"
-    if (directory / "model.safetensors").is_file() or not index.is_file():
-        return [path for path in [directory / "model.safetensors"] if path.is_file()]
+def _weight_files(directory: Path) -> list[str]:
+    """Return the files that transformers reads, one or those of an index, as relative paths."""
+    index, single = directory / "model.safetensors.index.json", "model.safetensors"
+    if (directory / single).is_file() or not index.is_file():
+        return [single] if (directory / single).is_file() else []
     weight_map = read_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
         raise CheckpointError(f"{index}: weight_map does not map names to files")
-    paths = [directory / file for file in sorted(set(weight_map.values()))]
-    for path in paths:
-        if not path.is_file():
-            raise CheckpointError(f"{index} names {path.name}, which is missing")
-    return paths
+    files = sorted(set(weight_map.values()))
+    for file in files:
+        if not (directory / file).is_file():
+            raise CheckpointError(f"{index} names {file}, which is missing")
+    return files
 
 
-def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
+def _read_header(directory: Path, file_name: str) -> Iterator[tuple[str, StoredTensor]]:
+    path = directory / file_name
     try:
         with path.open("rb") as file:
             size = int.from_bytes(file.read(8), "little")
@@ -85,7 +87,7 @@ def _read_header(path: Path) -> Iterator[tuple[str, StoredTensor]]:
             f" {end}"
         )
     for name, entry in entries.items():
-        yield name, StoredTensor(path.name, entry.dtype, tuple(entry.shape))
+        yield name, StoredTensor(file_name, entry.dtype, tuple(entry.shape))
 
 
 def _decode(content: bytes) -> dict[str, msgspec.Raw]:

@@ -17,8 +17,8 @@ MLX = "mlx"
 MLX_KEY = "quantization"
 """The key of MLX's settings in config.json; newer checkpoints repeat them under the usual key."""
 METHODS = (
-    *("auto-round", "awq", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8", GGUF, "gptq"),
-    *(MODELOPT, "mxfp4"),
+    *("auto-round", "awq", "bitnet", "bitsandbytes", "compressed-tensors", "fbgemm_fp8", "fp8"),
+    *(GGUF, "gptq", MODELOPT, "mxfp4"),
 )
 """Values of `quant_method`."""
 

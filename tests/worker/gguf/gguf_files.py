@@ -39,7 +39,7 @@ _WRITER_ARCHITECTURES = {
     "qwen3_moe": "qwen3moe",
 }
 """`general.architecture` by `model_type`, where they differ."""
-_NAMES_OF = {"mellum": "qwen3moe"}
+_NAMES_OF = {"cohere2moe": "dots1", "mellum": "qwen3moe"}
 """The architecture whose names of tensors are used for one that the package lacks."""
 PERMUTED = frozenset(
     {"llama", "ministral3", "mistral", "mixtral", "granite", "smollm3", "arcee", "olmo"}

@@ -12,6 +12,7 @@ from transformers import (
     ApertusConfig,
     ArceeConfig,
     Cohere2Config,
+    Cohere2MoeConfig,
     CohereConfig,
     DeepseekV2Config,
     DeepseekV3Config,
@@ -298,6 +299,13 @@ FURTHER: dict[str, Callable[[], PretrainedConfig]] = {
     "olmo": lambda: OlmoConfig(**WITHOUT_HEAD_SIZE, clip_qkv=0.2),
     "olmo3": lambda: Olmo3Config(**WITHOUT_HEAD_SIZE | WINDOWS),
     "cohere2": lambda: Cohere2Config(**WIDE | WINDOWS, logit_scale=0.5),
+    "cohere2moe": lambda: Cohere2MoeConfig(
+        **WIDE | WINDOWS | {"intermediate_size": 256},
+        **{"num_experts": 4, "num_experts_per_tok": 2, "num_shared_experts": 2},
+        **{"expert_selection_fn": "sigmoid", "prefix_dense_intermediate_size": 512},
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+        logit_scale=0.5,
+    ),
     "command-r": lambda: CohereConfig(**WITHOUT_HEAD_SIZE, logit_scale=0.5),
     "command-r-plus": lambda: CohereConfig(**WITHOUT_HEAD_SIZE, logit_scale=0.5, use_qk_norm=True),
     "starcoder2": lambda: Starcoder2Config(**WITHOUT_HEAD_SIZE, sliding_window=None),
@@ -428,6 +436,13 @@ KEYS: dict[str, dict[str, Any]] = {
     "olmo": {"attention.clamp_kqv": 0.2},
     "olmo3": {"attention.sliding_window_pattern": [True, True, True, False]},
     "cohere2": {"logit_scale": 0.5, "rope.scaling.type": "none"},
+    "cohere2moe": {
+        **{"logit_scale": 0.5, "rope.scaling.type": "none", "nextn_predict_layers": 1},
+        **{"attention.sliding_window_pattern": [True, True, True, False]},
+        **{"expert_gating_func": 2, "expert_weights_norm": True, "leading_dense_block_count": 1},
+        **{"feed_forward_length": 512, "expert_feed_forward_length": 256},
+        **{"expert_shared_count": 2, "expert_shared_feed_forward_length": 512},
+    },
     "command-r": {"logit_scale": 0.5},
     "command-r-plus": {"logit_scale": 0.5},
     "exaone4": {"attention.sliding_window_pattern": [True, True, True, False]},
@@ -484,6 +499,7 @@ TENSORS: dict[str, dict[str, np.ndarray]] = {
         "blk.2.attn_q.weight": np.ones((256, 256), np.float32),
         "blk.2.nextn.eh_proj.weight": np.ones((256, 512), np.float32),
     },
+    "cohere2moe": {"blk.4.nextn.eh_proj.weight": np.ones((256, 512), np.float32)},
     "deepseek_v2": {
         f"blk.0.{name}.weight": np.ones((4, 64, size), np.float32)
         for name, size in (("attn_k_b", 32), ("attn_v_b", 64))

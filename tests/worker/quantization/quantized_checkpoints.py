@@ -425,6 +425,28 @@ def auto_round_float(stored_as: Layout) -> Layout:
     return Layout(name, settings, stored_as.encode, f"auto-round {kind}")
 
 
+def bitnet(linear_class: str) -> Layout:
+    """BitNet's weights of -1, 0 and 1; a byte has those of four outputs that lie far apart."""
+
+    def encode(weight: torch.Tensor) -> Encoded:
+        mean = weight.abs().mean().bfloat16()
+        codes = (weight / mean).round().clamp(-1, 1)
+        if linear_class == "bitlinear":  # the scale is a divisor
+            stored = 1 / mean.float()
+            factor = 1 / stored
+        else:
+            stored, factor = mean, mean.float()
+        outputs = (codes + 1).to(torch.uint8)
+        quarter = len(outputs) // 4
+        packed = torch.zeros_like(outputs[:quarter])
+        for output, row in enumerate(outputs):
+            packed[output % quarter] |= row << 2 * (output // quarter)
+        return {"weight": packed, "weight_scale": stored.view(1)}, codes * factor
+
+    settings = {"quant_method": "bitnet", "linear_class": linear_class}
+    return Layout(f"bitnet_{linear_class}", settings, encode, "bitnet int4")
+
+
 def bitsandbytes_int8() -> Layout:
     """bitsandbytes with 8 bits, as of LLM.int8()."""
 
@@ -510,6 +532,7 @@ LAYOUTS = (
     gptq(8, -1, is_symmetric=False, version=2),
     awq(64),
     awq(128),
+    *map(bitnet, ("bitlinear", "autobitlinear")),
     pack_quantized(4, 32, is_symmetric=False),
     pack_quantized(4, 128, is_symmetric=True),
     pack_quantized(8, -1, is_symmetric=True),

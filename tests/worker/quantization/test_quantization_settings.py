@@ -43,6 +43,7 @@ def compressed(**changes: Any) -> dict[str, Any]:
 
 
 GPTQ: dict[str, Any] = {"quant_method": "gptq", "bits": 4, "group_size": 128}
+BITNET: dict[str, Any] = {"quant_method": "bitnet"}
 BNB: dict[str, Any] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
 AWQ: dict[str, Any] = {"quant_method": "awq", "bits": 4, "group_size": 128}
 FP8: dict[str, Any] = {"quant_method": "fp8"}
@@ -84,6 +85,8 @@ ROTATED_ROWS = {"config_groups": {"R4": {"type": "hadamard", "apply": [{"locatio
         (AWQ | {"bits": 8}, "bits is 8; supported: 4"),
         (AWQ | {"version": "gemv"}, 'version is "gemv"; supported: "gemm"'),
         (AWQ | {"zero_point": False}, "zero_point is false"),
+        (BITNET | {"quantization_mode": "online"}, 'mode is "online"; supported: "offline"'),
+        (BITNET | {"use_rms_norm": True}, "use_rms_norm is true; supported: false"),
         (BNB | {"load_in_4bit": False}, "load_in_4bit is false; supported: true"),
         (BNB | {"bnb_4bit_quant_type": "int4"}, 'quant_type is "int4"; supported: "nf4" or "fp4"'),
         (BNB | {"bnb_4bit_quant_storage": "bfloat16"}, 'storage is "bfloat16"; supported: "uint8"'),

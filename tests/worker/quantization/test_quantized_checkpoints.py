@@ -3,6 +3,7 @@
 The reference of a layout is a plain checkpoint with the weights that its codes stand for.
 """
 
+import json
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -12,14 +13,20 @@ import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import LlamaConfig, Qwen2MoeConfig, Qwen3_5TextConfig, Qwen3MoeConfig
+from transformers import (
+    BitNetConfig,
+    LlamaConfig,
+    Qwen2MoeConfig,
+    Qwen3_5TextConfig,
+    Qwen3MoeConfig,
+)
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from protocol.config import Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
-from tests.worker.checkpoints import SHAPE, change_config
+from tests.worker.checkpoints import SHAPE, change_config, load_model
 from tests.worker.driving import drive
 from tests.worker.parity import generate, make_prompts, make_runner
 from tests.worker.quantization.coded_models import coded_formats, open_files
@@ -29,6 +36,7 @@ from tests.worker.quantization.quantized_checkpoints import (
     Layout,
     auto_round,
     awq,
+    bitnet,
     bitsandbytes_int8,
     bitsandbytes_table,
     float_quantized,
@@ -90,6 +98,8 @@ RECURRENT = Qwen3_5TextConfig(
     linear_value_head_dim=16,
     layer_types=["linear_attention", "full_attention"],
 )
+BITNET = BitNetConfig(**WIDE | {"head_dim": 32})
+"""Its layers have norms before two of their products."""
 SERVED = (
     (gptq(4, 128, is_symmetric=True), None),
     (gptq(4, 64, is_symmetric=False, has_order=True), None),
@@ -112,6 +122,8 @@ SERVED = (
     *(
         pytest.param(layout, config, marks=pytest.mark.slow, id=layout.name)
         for layout, config in (
+            (bitnet("bitlinear"), None),
+            (bitnet("autobitlinear"), BITNET),
             (fp8_number("weight_scale_inv"), None),
             (nvfp4_pack_quantized(), None),
             (mxfp4_pack_quantized(), MOE),
@@ -125,7 +137,9 @@ SERVED = (
 
 
 def check_decoder(runner: ModelRunner, config: Any) -> None:
-    assert runner.facts.decoder == ("modules" if config in (OTHER_ROUTER, RECURRENT) else "native")
+    assert runner.facts.decoder == (
+        "modules" if config in (BITNET, OTHER_ROUTER, RECURRENT) else "native"
+    )
     assert runner.facts.exact_resume
 
 
@@ -200,6 +214,21 @@ def test_weights_that_no_kernel_reads_are_dequantized_and_a_line_states_it(
     assert "fp8: 14 weights are dequantized to float32: groups of 48 inputs" in caplog.text
     assert runner.facts.quantization == ""
     assert coded_formats(runner) == {Format.UNITS}
+
+
+def test_shards_may_be_in_subdirectories(tmp_path: Path) -> None:
+    """As in transformers, which joins the directory and the paths of the index."""
+    dense = write_quantized(tmp_path / "coded", awq(64))
+    expected = load_file(dense / "model.safetensors")
+    for directory, shard in ((tmp_path / "coded", "a/1.safetensors"), (dense, "b/c/1.safetensors")):
+        (directory / shard).parent.mkdir(parents=True)
+        (directory / "model.safetensors").rename(directory / shard)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(directory / shard), shard)}
+        (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    for name, stored in open_files(tmp_path / "coded").weights.items():
+        assert torch.equal(stored.read().dequantize(torch.float32), expected[name]), name
+    plain = load_model(dense, "float32").model.state_dict()
+    assert all(torch.equal(plain[name], tensor) for name, tensor in expected.items())
 
 
 def test_blocks_of_a_table_may_cross_the_ends_of_rows(tmp_path: Path) -> None:
