@@ -8,6 +8,7 @@ processes counters are sums over all of them (`api_proc.peers.shared_counters`),
 over those that answer.
 """
 
+import time
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
@@ -22,7 +23,8 @@ from prometheus_client.core import (
 from prometheus_client.registry import Collector
 
 from api_proc.peers.shared_counters import Take, private
-from protocol.api_core import LOOP_BUCKETS_S, EngineStats
+from protocol.api_core import LOOP_BUCKETS_S, STEP_TOKENS_BUCKETS, EngineStats
+from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.sampling import FinishReason
 
@@ -39,6 +41,7 @@ VLLM_NAMES = frozenset(
         *("request_queue_time_seconds", "request_prefill_time_seconds"),
         *("request_decode_time_seconds", "request_inference_time_seconds"),
         *("request_prefill_kv_computed_tokens", "request_max_num_generation_tokens"),
+        *("iteration_tokens_total", "cache_config_info", "lora_requests_info"),
     )
 )
 """Metrics that vLLM has, too; counters without `_total`."""
@@ -102,6 +105,18 @@ ENGINE_COUNTERS = (
 _INFO_LABELS = (
     *("dtype", "quantization", "kv_cache_dtype", "device", "decoder", "exact_resume"),
     *("max_model_len", "block_size", "num_gpu_blocks", "num_host_blocks"),
+)
+
+# Of the core: name, help text, bounds, fields of EngineStats with the counts and the sum.
+_ENGINE_HISTOGRAMS = (
+    (
+        *("core_loop_seconds", "Iterations of the core's loop.", LOOP_BUCKETS_S),
+        *("loop_seconds_buckets", "loop_seconds_sum"),
+    ),
+    (
+        *("iteration_tokens_total", "Tokens of a step.", STEP_TOKENS_BUCKETS),
+        *("step_tokens_buckets", "step_tokens_sum"),
+    ),
 )
 
 # Of the API: name and help text.
@@ -275,9 +290,11 @@ class MetricsCollector(Collector):
         metrics: Sequence[Metrics],
         engine_stats: Callable[[], Sequence[EngineStats]],
         facts: Callable[[], ModelFacts | None],
+        config: EngineConfig,
     ) -> None:
         """`engine_stats` returns those of each replica, which is a label if there are several."""
         self._model_name = model_name
+        self._config = config
         self._metrics = metrics
         self._engine_stats = engine_stats
         self._facts = facts
@@ -300,6 +317,7 @@ class MetricsCollector(Collector):
         facts = self._facts()
         if facts is not None:
             yield self._info(facts)
+            yield self._cache_info(facts)
         name, text = (
             metric_name("request_success"),
             "Sequences that ended, by reason; error: the engine failed. Refused ones do not count.",
@@ -334,14 +352,29 @@ class MetricsCollector(Collector):
                         family.add_metric(values, value)
                 if family.samples:
                     yield family
-        core_loop = HistogramMetricFamily(
-            metric_name("core_loop_seconds"), "Iterations of the core's loop.", labels=names
+        for name, text, bounds, counts_field, sum_field in _ENGINE_HISTOGRAMS:
+            histogram = HistogramMetricFamily(metric_name(name), text, labels=names)
+            for values, stats in zip(labels, replicas, strict=True):
+                counts = Histogram("", "", bounds)
+                counts.add(getattr(stats, counts_field), getattr(stats, sum_field))
+                histogram.add_metric(values, counts.buckets(), counts.sum)
+            yield histogram
+        if self._config.lora.enable_lora:
+            yield self._adapters_in_use(names, labels, replicas)
+
+    def _adapters_in_use(
+        self, names: list[str], labels: list[list[str]], replicas: Sequence[EngineStats]
+    ) -> Metric:
+        text = "Adapters of running and of waiting requests; its value is the time, in seconds."
+        fields = ("running_lora_adapters", "waiting_lora_adapters")
+        info = GaugeMetricFamily(
+            metric_name("lora_requests_info"), text, labels=[*names, "max_lora", *fields]
         )
+        max_loras = str(self._config.lora.max_loras)
         for values, stats in zip(labels, replicas, strict=True):
-            counts = Histogram("", "", LOOP_BUCKETS_S)
-            counts.add(stats.loop_seconds_buckets, stats.loop_seconds_sum)
-            core_loop.add_metric(values, counts.buckets(), counts.sum)
-        yield core_loop
+            adapters = [",".join(getattr(stats, field)) for field in fields]
+            info.add_metric([*values, max_loras, *adapters], time.time())
+        return info
 
     def _info(self, facts: ModelFacts) -> Metric:
         text = "What the worker reported about its model; always 1."
@@ -350,6 +383,24 @@ class MetricsCollector(Collector):
         )
         values = [str(getattr(facts, label)) for label in _INFO_LABELS]
         info.add_metric([self._model_name, *values], 1)
+        return info
+
+    def _cache_info(self, facts: ModelFacts) -> Metric:
+        """Return the settings of the KV cache, with vLLM's names as labels."""
+        cache = self._config.cache
+        values = {
+            "block_size": facts.block_size,
+            "cache_dtype": facts.kv_cache_dtype or "auto",
+            "enable_prefix_caching": cache.enable_prefix_caching,
+            "gpu_memory_utilization": cache.gpu_memory_utilization,
+            "num_gpu_blocks": facts.num_gpu_blocks,
+            "num_cpu_blocks": facts.num_host_blocks,
+        }
+        text = "Settings of the KV cache; always 1."
+        info = GaugeMetricFamily(
+            metric_name("cache_config_info"), text, labels=["model_name", *values]
+        )
+        info.add_metric([self._model_name, *map(str, values.values())], 1)
         return info
 
     def _family(self, kind: _Family, name: str, text: str, value: float) -> Metric:

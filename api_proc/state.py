@@ -82,6 +82,7 @@ class ApiState:
             [self.metrics, *others],
             self.replica_stats,
             lambda: self.client.facts,
+            config,
         ).exposition
         self.is_draining = False
         api = config.api

@@ -40,8 +40,10 @@ from core_proc.recovery.quarantine import Quarantine
 from core_proc.request import Request
 from core_proc.request_check import NO_LORA, RequestCheck
 from core_proc.scheduler import Scheduler
-from core_proc.stats import LoopHistogram, scheduler_stats
+from core_proc.stats import Histogram, scheduler_stats
 from protocol.api_core import (
+    LOOP_BUCKETS_S,
+    STEP_TOKENS_BUCKETS,
     AddRequest,
     Control,
     ControlAction,
@@ -108,7 +110,8 @@ class EngineCore:
         """What the workers that were adopted last know; None: there were none yet."""
         self.now = 0.0
         """Monotonic seconds; the loop sets it at the beginning of each turn."""
-        self.loop_histogram = LoopHistogram()
+        self.loop_histogram = Histogram(LOOP_BUCKETS_S)
+        self._step_tokens = Histogram(STEP_TOKENS_BUCKETS)
         self.num_fenced_frames = 0
         self._begin(SchedulerOptions(), None)
 
@@ -322,6 +325,8 @@ class EngineCore:
         step = None if self.adapters.holds_steps else self.scheduler.schedule()
         if step is not None:
             self._num_steps += 1
+            if step.total_num_scheduled_tokens:
+                self._step_tokens.observe(step.total_num_scheduled_tokens)
             self.quarantine.dispatched(step)
             self.progress.dispatched(step)
             self._note_admissions(step)
@@ -488,6 +493,7 @@ class EngineCore:
         return self.scheduler.has_unfinished
 
     def stats(self) -> EngineStats:
+        running_adapters, waiting_adapters = self.adapters.in_use()
         return msgspec.structs.replace(
             scheduler_stats(self.scheduler),
             num_steps=self._num_steps,
@@ -495,7 +501,11 @@ class EngineCore:
             num_quarantined=self.quarantine.rejections.num_rejected,
             fenced_frames=self.num_fenced_frames,
             loop_seconds_buckets=list(self.loop_histogram.counts),
-            loop_seconds_sum=self.loop_histogram.sum_s,
+            loop_seconds_sum=self.loop_histogram.sum,
+            step_tokens_buckets=list(self._step_tokens.counts),
+            step_tokens_sum=int(self._step_tokens.sum),
+            running_lora_adapters=running_adapters,
+            waiting_lora_adapters=waiting_adapters,
         )
 
     def status(self) -> Status:

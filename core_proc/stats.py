@@ -1,21 +1,23 @@
 """The counters of the core's loop, and the statistics line in the log."""
 
 import bisect
+from collections.abc import Sequence
 
 from core_proc.scheduler import Scheduler
-from protocol.api_core import LOOP_BUCKETS_S, EngineStats
+from protocol.api_core import EngineStats
 
 
-class LoopHistogram:
-    """Durations of the loop's turns in the buckets of `LOOP_BUCKETS_S`."""
+class Histogram:
+    """Counts of observations by upper bound; the last bucket is open-ended."""
 
-    def __init__(self) -> None:
-        self.counts = [0] * (len(LOOP_BUCKETS_S) + 1)
-        self.sum_s = 0.0
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)
+        self.sum: float = 0
 
-    def observe(self, seconds: float) -> None:
-        self.counts[bisect.bisect_left(LOOP_BUCKETS_S, seconds)] += 1
-        self.sum_s += seconds
+    def observe(self, value: float) -> None:
+        self.counts[bisect.bisect_left(self._bounds, value)] += 1
+        self.sum += value
 
 
 def scheduler_stats(scheduler: Scheduler) -> EngineStats:

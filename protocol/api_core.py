@@ -307,10 +307,20 @@ class EngineStats(Record):
     """Recurrent states that were read from stores."""
     kv_remote_tokens_loaded: Count = 0
     """The part of `kv_tokens_loaded` that came from other machines."""
+    step_tokens_buckets: list[int] = []
+    """Steps by the number of their tokens, not cumulative; bounds: `STEP_TOKENS_BUCKETS`. Steps
+    without tokens are not counted."""
+    step_tokens_sum: Count = 0
+    running_lora_adapters: list[str] = []
+    """Names of the adapters of running requests."""
+    waiting_lora_adapters: list[str] = []
+    """Names of the adapters of requests that wait."""
 
 
 LOOP_BUCKETS_S = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.1)
 """Upper bounds of `EngineStats.loop_seconds_buckets`; one more bucket is open-ended."""
+STEP_TOKENS_BUCKETS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+"""Upper bounds of `EngineStats.step_tokens_buckets`, those of vLLM; one more is open-ended."""
 
 
 class Status(Message):

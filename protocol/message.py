@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
-PROTOCOL_VERSION = 15
+PROTOCOL_VERSION = 16
 """Incremented with every change that an older peer cannot read."""
 
 MAGIC = 0x4B54

@@ -42,6 +42,8 @@ MAX_SENT = 4
 a link's queue."""
 MAX_LOADS = 64
 """Loads without a request that are not answered yet; further ones are refused."""
+MAX_NAMES = 256
+"""Maximum number of names of adapters in a report."""
 
 SAME_ID = "its id is that of an adapter with other contents; change one of them"
 KILLS_WORKERS = "workers died when they loaded it; it is refused until it is loaded again"
@@ -232,6 +234,21 @@ class Adapters:
         """Drop the answers for a client that is gone."""
         for entry in self._entries.values():
             entry.callers = [caller for caller in entry.callers if caller[0] != client]
+
+    def in_use(self) -> tuple[list[str], list[str]]:
+        """Return the names of the adapters of running requests, and of those that wait.
+
+        One adapter may be in both lists, each of which has at most `MAX_NAMES`.
+        """
+        running, waiting = list[str](), list[str]()
+        for entry in self._entries.values():
+            statuses = {request.status for request in entry.taken if not request.is_finished}
+            if RequestStatus.RUNNING in statuses:
+                running.append(entry.adapter.name)
+            has_waiting = any(not request.is_finished for _, _, request in entry.waiting)
+            if has_waiting or statuses - {RequestStatus.RUNNING}:
+                waiting.append(entry.adapter.name)
+        return running[:MAX_NAMES], waiting[:MAX_NAMES]
 
     @property
     def holds_steps(self) -> bool:

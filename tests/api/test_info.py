@@ -225,6 +225,8 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
         num_preemptions=4,
         loop_seconds_buckets=buckets,
         loop_seconds_sum=0.25,
+        step_tokens_buckets=[3, 2, *[0] * 11, 1],
+        step_tokens_sum=20_010,
     )
     text = httpx.get(live.url + "/metrics").text
     values = {
@@ -254,8 +256,11 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     assert value("core_loop_seconds_count") == 8
     assert value("core_loop_seconds_bucket", le="0.0001") == 7
     assert value("core_loop_seconds_sum") == 0.25
-    names = set(re.findall(r"# TYPE troika:(\S+)", text))
-    assert {name.removesuffix("_total") for name in names} == VLLM_NAMES
+    assert value("iteration_tokens_total_count") == 6
+    assert value("iteration_tokens_total_bucket", le="8") == 5
+    assert value("iteration_tokens_total_bucket", le="16384") == 5
+    assert value("iteration_tokens_total_sum") == 20_010
+    assert vllm_names(text) == VLLM_NAMES - {"lora_requests_info"}
     assert "# TYPE troika_engine_steps_total counter" in text
     [info] = [line for line in text.splitlines() if line.startswith("troika_engine_info{")]
     assert f'decoder="{FACTS.decoder}"' in info
@@ -263,6 +268,31 @@ def test_metrics_count_requests(make_server: MakeServer) -> None:
     assert f'kv_cache_dtype="{FACTS.kv_cache_dtype}"' in info
     assert f'num_gpu_blocks="{FACTS.num_gpu_blocks}"' in info
     assert info.endswith(" 1.0")
+    [cache] = [line for line in text.splitlines() if line.startswith("troika:cache_config_info{")]
+    for label in ('block_size="16"', 'cache_dtype="auto"', 'enable_prefix_caching="True"'):
+        assert label in cache
+    assert f'num_gpu_blocks="{FACTS.num_gpu_blocks}"' in cache
+
+
+def vllm_names(text: str) -> set[str]:
+    """Return the names that vLLM has, too; those of counters without `_total`."""
+    kinds = dict(re.findall(r"# TYPE troika:(\S+) (\S+)", text))
+    counters = {name for name in kinds if kinds[name] == "counter"}
+    return {name.removesuffix("_total") if name in counters else name for name in kinds}
+
+
+def test_adapters_in_use_are_labels(make_server: MakeServer) -> None:
+    client = FakeClient()
+    live = make_server(client, enable_lora=True, max_loras=2)
+    adapters = {"running_lora_adapters": ["a", "b"], "waiting_lora_adapters": ["b"]}
+    client.report(EngineState.READY, **adapters)
+    text = httpx.get(live.url + "/metrics").text
+    assert vllm_names(text) == VLLM_NAMES
+    [line] = [line for line in text.splitlines() if line.startswith("troika:lora_requests_info{")]
+    labels, _, seconds = line.rpartition(" ")
+    for label in (*('max_lora="2"', 'running_lora_adapters="a,b"', 'waiting_lora_adapters="b"'),):
+        assert label in labels
+    assert abs(float(seconds) - time.time()) < 60
 
 
 def test_the_share_of_state_blocks_is_a_gauge_with_recurrent_layers(

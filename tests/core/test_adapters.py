@@ -56,6 +56,26 @@ def test_a_request_runs_once_its_adapter_is_loaded_and_others_do_not_wait() -> N
     assert new_ids(scheduled(engine)) == [4]
 
 
+def test_the_statistics_name_the_adapters_of_running_and_of_waiting_requests() -> None:
+    engine = make_engine()
+    for number, adapter in enumerate((A, B, A), start=1):
+        engine.add(CLIENT, adapted(number, adapter, max_tokens=2))
+    load_all(engine)
+
+    def names() -> tuple[list[str], list[str]]:
+        stats = engine.stats()
+        return stats.running_lora_adapters, stats.waiting_lora_adapters
+
+    assert names() == ([], ["a", "b"])
+    for _ in range(2):
+        step = scheduled(engine)
+        assert names() == (["a"], ["b"])
+        engine.update(answer(engine, step))
+    load_all(engine)
+    scheduled(engine)
+    assert names() == (["b"], [])
+
+
 def test_a_request_that_waits_for_its_adapter_keeps_its_place() -> None:
     engine = make_engine(max_num_seqs=1)
     engine.add(CLIENT, adapted(1, A))

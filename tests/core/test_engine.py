@@ -7,6 +7,7 @@ from core_proc.engine import EngineCore, FactsChanged
 from core_proc.outputs.check import InvalidWorkerOutput
 from protocol.api_core import (
     LOOP_BUCKETS_S,
+    STEP_TOKENS_BUCKETS,
     AddRequest,
     EngineState,
     EngineStats,
@@ -42,6 +43,18 @@ BEHIND_SPACES = ThinkingBudget(1, [], [7], space_token_ids=[1000])
 
 def row_of(logprob: float) -> TokenLogprobs:
     return TokenLogprobs(7, logprob, 1, [], [])
+
+
+def test_steps_are_counted_by_their_tokens() -> None:
+    """Those without tokens are not."""
+    engine = make_engine()
+    engine.add(CLIENT, add(1, [*range(20)], max_tokens=3))
+    engine.add(CLIENT, add(2, [*range(5)], max_tokens=1))
+    list(run_all(engine))
+    stats = engine.stats()
+    counts = dict(zip(STEP_TOKENS_BUCKETS, stats.step_tokens_buckets, strict=False))
+    assert {bound: count for bound, count in counts.items() if count} == {1: 2, 32: 1}
+    assert stats.step_tokens_sum == 25 + 1 + 1
 
 
 def test_each_client_gets_its_own_outputs_under_its_own_numbers() -> None:
@@ -135,8 +148,8 @@ def test_before_the_first_workers_there_is_nothing_to_lose_or_to_report() -> Non
     assert engine.drop_client(CLIENT) == 0
     assert engine.take_marks() is None
     assert (engine.take_outgoing(), list(engine.snapshot_kv_events())) == ([], [])
-    buckets = [0] * (len(LOOP_BUCKETS_S) + 1)
-    assert engine.stats() == EngineStats(loop_seconds_buckets=buckets)
+    loops, steps = ([0] * (len(bounds) + 1) for bounds in (LOOP_BUCKETS_S, STEP_TOKENS_BUCKETS))
+    assert engine.stats() == EngineStats(loop_seconds_buckets=loops, step_tokens_buckets=steps)
     assert engine.state is EngineState.STARTING
 
 

@@ -17,7 +17,7 @@ MODULES = [
     *("adapters", "api_core", "core_worker", "kv_events", "lifecycle", "sampling", "zygote_link"),
     *("process.host_agents", "stores.block_link"),
 ]
-LAYOUT = (15, "ae9fe7bdfb3525c1")
+LAYOUT = (16, "410ddefb8f192c6d")
 """The version, and the digest of all fields that messages of this version have."""
 
 
