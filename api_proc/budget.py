@@ -1,19 +1,64 @@
-"""Bounds on the number of open requests, of each client too, and on the bytes of their bodies."""
+"""Bounds on the number of open requests, of each client too, and on the bytes of their bodies.
+
+One client cannot fill a bound that all share: see `has_share`.
+"""
 
 from collections import Counter
 
 from api_proc.errors import ApiError, overloaded
 from protocol.api_core import ErrorCode
+from protocol.turns import SHARE, has_share
+
+
+class SharedBound:
+    """A bound on what the requests of all clients hold together, of which each has a share."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.total = 0
+        self._held: Counter[str] = Counter()
+
+    def has_room(self, more: int) -> bool:
+        """Return whether the bound permits `more`."""
+        return self.total + more <= self.limit
+
+    def has_share(self, client: str | None, more: int, own: int = 0) -> bool:
+        """Return whether the share of a client permits `more`; None has no share.
+
+        A request that holds `own` may have any size if it is the only one of its client.
+        """
+        if client is None or self._held[client] == own:
+            return True
+        return has_share(self._held[client], self.limit - self.total, more)
+
+    def add(self, client: str | None, more: int) -> None:
+        """Count what a client takes, or returns if `more` is negative, whatever the bound is."""
+        self.total += more
+        if client is not None:
+            self._held[client] += more
+            if not self._held[client]:
+                del self._held[client]
+
+    def held_by(self, client: str) -> int:
+        """Return what a client holds."""
+        return self._held[client]
 
 
 class ClientBudget:
     """Counts the sequences of each client; past the bound a request is rejected."""
 
-    def __init__(self, max_per_client: int = 0) -> None:
-        """`max_per_client` bounds the sequences of each client; 0: no bound."""
+    def __init__(self, max_per_client: int = 0, max_total: int | None = None) -> None:
+        """Bound the sequences of each client.
+
+        Args:
+            max_per_client: bound for each client; 0: no bound.
+            max_total: number of sequences of all clients, of which each has a share; None: no
+                shares.
+        """
         self.max_per_client = max_per_client
-        self._num_of: Counter[str] = Counter()
-        """Sequences of each client; a request whose prompts are not known yet counts as one."""
+        self._has_shares = max_total is not None
+        self._sequences = SharedBound(max_total or 0)
+        """A request whose prompts are not known yet counts as one sequence."""
 
     def check_size(self, num_sequences: int) -> None:
         """Raise a 400 if a client may never have as many sequences open."""
@@ -30,16 +75,16 @@ class ClientBudget:
                 f"max_open_requests_per_client: {num_open} of this client's {limit} requests and"
                 f" sequences are open, and this request adds {more}"
             )
+        if more > 0 and self._has_shares and not self._sequences.has_share(client, more):
+            raise _beyond_share("max_open_requests", self._sequences, client, "sequences")
 
     def count(self, client: str, more: int) -> None:
         """Count further sequences of a client, whatever the bound is; `more` may be negative."""
-        self._num_of[client] += more
-        if not self._num_of[client]:
-            del self._num_of[client]
+        self._sequences.add(client, more)
 
     def num_of(self, client: str) -> int:
         """Return the number of a client's sequences."""
-        return self._num_of[client]
+        return self._sequences.held_by(client)
 
 
 class Budget:
@@ -61,46 +106,87 @@ class Budget:
             clients: counts the sequences of each client; by default there is no bound for them.
             num_others: number of the other API processes.
         """
-        self._max_requests = max_requests
-        self._max_bytes = max_bytes
+        self._requests = SharedBound(max_requests)
+        self._bytes = SharedBound(max_bytes)
         self.clients = clients or ClientBudget()
         self.foreign = ClientBudget(self.clients.max_per_client * max(1, num_others))
         """Counts connections for requests of other API processes, which count the sequences: a
         client that has reached its bound at each of them can read here what it has begun there."""
-        self.num_requests = 0
-        self.num_bytes = 0
+
+    @property
+    def num_requests(self) -> int:
+        """Number of open requests."""
+        return self._requests.total
+
+    @property
+    def num_bytes(self) -> int:
+        """Number of bytes that open requests hold."""
+        return self._bytes.total
 
     def open(
-        self, num_bytes: int = 0, client: str | None = None, *, is_foreign: bool = False
+        self,
+        num_bytes: int = 0,
+        client: str | None = None,
+        *,
+        holder: str | None = None,
+        is_foreign: bool = False,
     ) -> "Lease":
         """Admit one request that holds `num_bytes` so far, or raise a 429.
 
-        None as `client`: the request is not counted for any client. `is_foreign`: another API
+        None as `client`: the sequences are not counted for any client. `holder` is the client whose
+        shares of the bounds the request takes, by default `client`. `is_foreign`: another API
         process may own the request; until its sequences are counted here, `foreign` counts it.
         """
-        if self.num_requests >= self._max_requests:
-            raise overloaded(f"max_open_requests: {self._max_requests} requests are open")
-        if self.num_bytes >= self._max_bytes:
+        holder = client if holder is None else holder
+        requests = self._requests
+        if not requests.has_room(1):
+            raise overloaded(f"max_open_requests: {requests.limit} requests are open")
+        if not requests.has_share(holder, 1):
+            raise _beyond_share("max_open_requests", requests, holder, "requests")
+        if self._bytes.total >= self._bytes.limit:
             raise self._out_of_bytes()
         clients = self.foreign if is_foreign else self.clients
         if client is not None:
             clients.check(client, 1)
-        self.reserve(num_bytes)
-        lease = Lease(self, num_bytes, client)
+        self.reserve(num_bytes, holder)
+        lease = Lease(self, num_bytes, client, holder)
         lease.count_connection(clients)
-        self.num_requests += 1
+        requests.add(holder, 1)
         return lease
 
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve `num_bytes` more, or raise a 429; a single request may have any size."""
-        if self.num_bytes and self.num_bytes + num_bytes > self._max_bytes:
+    def has_room(self, num_bytes: int) -> bool:
+        """Return whether one more request with `num_bytes` is within the bounds of all."""
+        return self._requests.has_room(1) and self._bytes.has_room(num_bytes)
+
+    def reserve(self, num_bytes: int, holder: str | None, own: int = 0) -> None:
+        """Reserve `num_bytes` more for a request that holds `own`, or raise a 429.
+
+        A single request may have any size.
+        """
+        if self._bytes.total and not self._bytes.has_room(num_bytes):
             raise self._out_of_bytes()
-        self.num_bytes += num_bytes
+        if not self._bytes.has_share(holder, num_bytes, own):
+            raise _beyond_share("max_open_bytes", self._bytes, holder, "bytes")
+        self._bytes.add(holder, num_bytes)
+
+    def release(self, num_bytes: int, holder: str | None) -> None:
+        """End a request that holds `num_bytes`."""
+        self._bytes.add(holder, -num_bytes)
+        self._requests.add(holder, -1)
 
     def _out_of_bytes(self) -> ApiError:
-        return overloaded(
-            f"max_open_bytes: open requests hold {self.num_bytes} of {self._max_bytes} bytes"
-        )
+        total, limit = self._bytes.total, self._bytes.limit
+        return overloaded(f"max_open_bytes: open requests hold {total} of {limit} bytes")
+
+
+def _beyond_share(setting: str, bound: SharedBound, client: str | None, unit: str) -> ApiError:
+    """Return a 429 for a client that has its share of a bound."""
+    held = 0 if client is None else bound.held_by(client)
+    free = bound.limit - bound.total
+    return overloaded(
+        f"{setting}: this client holds {held} of {bound.limit} {unit}, and {free} are left for all;"
+        f" a client may hold {SHARE} times what is left"
+    )
 
 
 class Lease:
@@ -110,13 +196,24 @@ class Lease:
     connection. It includes one connection that reads them; further ones count as one each.
     """
 
-    __slots__ = ("_budget", "_clients", "_is_read", "_num_bytes", "_num_sequences", "client")
+    __slots__ = (
+        *("_budget", "_clients", "_holder", "_is_read", "_num_bytes", "_num_sequences"),
+        "client",
+    )
 
-    def __init__(self, budget: Budget, num_bytes: int, client: str | None = None) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        num_bytes: int,
+        client: str | None = None,
+        holder: str | None = None,
+    ) -> None:
+        """`holder` is the client whose shares of the bounds the request takes."""
         self._budget: Budget | None = budget
         self._clients = budget.clients
         """The budget that counts the sequences."""
         self._num_bytes = num_bytes
+        self._holder = holder
         self.client = client
         """The client for which the sequences count; None: they count for no client."""
         self._num_sequences = 0
@@ -125,7 +222,7 @@ class Lease:
     def grow(self, num_bytes: int) -> None:
         """Reserve `num_bytes` more, or raise a 429."""
         assert self._budget is not None
-        self._budget.reserve(num_bytes)
+        self._budget.reserve(num_bytes, self._holder, self._num_bytes)
         self._num_bytes += num_bytes
 
     def count_sequences(self, number: int) -> None:
@@ -178,6 +275,5 @@ class Lease:
         """Release everything; a second call has no effect."""
         if self._budget is not None:
             self._set(0)
-            self._budget.num_bytes -= self._num_bytes
-            self._budget.num_requests -= 1
+            self._budget.release(self._num_bytes, self._holder)
             self._budget = None

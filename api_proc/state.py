@@ -86,7 +86,7 @@ class ApiState:
         ).exposition
         self.is_draining = False
         api = config.api
-        clients = ClientBudget(api.max_open_requests_per_client)
+        clients = ClientBudget(api.max_open_requests_per_client, api.max_open_requests)
         self.budget = Budget(
             api.max_open_requests, api.max_open_bytes, clients, num_others=self.ids.count - 1
         )

@@ -10,7 +10,7 @@ from protocol.api_core import AddRequest, ErrorCode, RequestError
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.request_validation import validate_request
-from protocol.turns import Account
+from protocol.turns import Account, has_share
 
 NO_LORA = "the engine was started without enable_lora"
 
@@ -56,7 +56,7 @@ class RequestCheck:
     def _why_not_now(self, add: AddRequest, origin: str) -> RequestError | None:
         if self._pausing.is_draining:
             return RequestError(ErrorCode.DRAINING, "the engine is shutting down")
-        if (error := self._overload(add.num_prompt_tokens)) is not None:
+        if (error := self._overload(add)) is not None:
             return error
         grammar = add.sampling_params.grammar
         if grammar is not None and self._grammars.is_full(grammar, Account(origin, add.tenant)):
@@ -64,13 +64,25 @@ class RequestCheck:
             return RequestError(ErrorCode.OVERLOADED, text)
         return None
 
-    def _overload(self, num_prompt_tokens: int) -> RequestError | None:
-        scheduler, limits = self._scheduler, self._limits
-        num_waiting, num_tokens = scheduler.num_waiting, scheduler.waiting.num_prompt_tokens
-        if num_waiting >= limits.max_num_waiting:
+    def _overload(self, add: AddRequest) -> RequestError | None:
+        """Return an error if the queue is full, or if the client has its share of it.
+
+        A program that states no origin fills the queue by itself.
+        """
+        scheduler, limits, waiting = self._scheduler, self._limits, self._scheduler.waiting
+        num_waiting, num_tokens = scheduler.num_waiting, waiting.num_prompt_tokens
+        num_free = limits.max_num_waiting - num_waiting
+        num_free_tokens = limits.max_waiting_tokens - num_tokens
+        num_own = waiting.num_of[add.origin]
+        num_own_tokens = waiting.num_prompt_tokens_of[add.origin]
+        if num_free <= 0:
             text = f"{limits.max_num_waiting} requests are waiting already"
-        elif num_waiting and num_tokens + num_prompt_tokens > limits.max_waiting_tokens:
+        elif num_waiting and add.num_prompt_tokens > num_free_tokens:
             text = f"prompts of {num_tokens} tokens are waiting already"
+        elif add.origin and not has_share(num_own, num_free):
+            text = f"{num_own} requests of this client are waiting already, its share of the queue"
+        elif add.origin and not has_share(num_own_tokens, num_free_tokens, add.num_prompt_tokens):
+            text = f"prompts of {num_own_tokens} tokens of this client are waiting already"
         else:
             return None
         return RequestError(ErrorCode.OVERLOADED, text)

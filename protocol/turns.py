@@ -66,6 +66,20 @@ class Turns(Generic[T]):
             del self._origins[account.origin]
 
 
+SHARE = 8
+"""A client may hold this many times what is free."""
+
+
+def has_share(held: int, free: int, more: int = 1) -> bool:
+    """Return whether a client may take `more` of what all clients share, one by one.
+
+    It may while it holds less than `SHARE` times what is free (dynamic thresholds: Choudhury and
+    Hahne, 1998). So a client that takes all that it can leaves a ninth, and k such clients leave
+    one part of 8 k + 1. A client that holds nothing may take all that is free at once.
+    """
+    return not held or held + more - 1 < SHARE * (free - more + 1)
+
+
 class Shares:
     """Limits on the places that an origin (at most half of them) or a tenant (a third) occupies.
 

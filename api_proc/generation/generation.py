@@ -170,7 +170,9 @@ class Generation:
             request_id = self._connection.request_id
             decoded = DecodedRequest(self._body, prompts)
             age_s = time.monotonic() - self.arrival
-            self._session = self._sessions.begin(request_id, path, raw, decoded, age_s=age_s)
+            self._session = self._sessions.begin(
+                request_id, path, raw, decoded, age_s=age_s, origin=self._connection.origin
+            )
             self._sessions.attach(self._session)
             self._connection.pass_sequences(self._session.lease)
             self.created = self._session.accepted.created  # the same for all its connections

@@ -206,10 +206,11 @@ class Sessions:
         decoded: DecodedRequest,
         *,
         age_s: float = 0.0,
+        origin: str | None = None,
     ) -> Session:
-        """Add a request that arrived `age_s` ago, whose sequences are submitted next."""
+        """Add a request that arrived `age_s` ago from a client, whose sequences follow."""
         assert request_id not in self._by_id
-        lease = self._lease(len(raw))
+        lease = self._lease(len(raw), origin)
         now, timeout_s = self._clock.time(), decoded.body.timeout
         deadline = 0.0 if timeout_s is None else now + timeout_s - age_s
         number = self._next_number
@@ -322,17 +323,26 @@ class Sessions:
         loop = asyncio.get_running_loop()
         session.expiry = loop.call_later(self._window_s, self.remove, session)
 
-    def _lease(self, num_bytes: int) -> Lease:
+    def _lease(self, num_bytes: int, origin: str | None) -> Lease:
         """Reserve room for one more request; answers that were sent completely make room."""
         while True:
             try:
-                return self._budget.open(num_bytes)
+                return self._budget.open(num_bytes, holder=origin)
             except ApiError:
-                sent = (s for s in self._by_id.values() if not s.num_attached and s.is_sent)
-                oldest = next(sent, None)
+                oldest = self._oldest_sent(num_bytes, origin)
                 if oldest is None:
                     raise
                 self.remove(oldest)
+
+    def _oldest_sent(self, num_bytes: int, origin: str | None) -> Session | None:
+        """Return a session that makes room for a request of a client: its own, if it has one.
+
+        That of another client is removed only if the bounds of all are reached.
+        """
+        sent = [s for s in self._by_id.values() if not s.num_attached and s.is_sent]
+        own = (session for session in sent if session.accepted.adds[0].origin == origin)
+        of_any = sent[0] if sent and not self._budget.has_room(num_bytes) else None
+        return next(own, of_any)
 
     def _new_history(self, accepted: AcceptRecord, index: int) -> History:
         """Return the history of a sequence.
@@ -397,7 +407,7 @@ class Sessions:
         if accepted.request_id in self._by_id:  # its client came back before the journal was read
             return False
         decoded = self._decoders[accepted.path](accepted.raw, accepted.adds)
-        session = self._add(accepted, decoded, self._lease(len(accepted.raw)))
+        session = self._add(accepted, decoded, self._lease(len(accepted.raw), None))
         session.is_known, session.is_sent = True, request.is_sent
         self._expire_later(session)
         for add, replayed in zip(accepted.adds, request.histories, strict=True):

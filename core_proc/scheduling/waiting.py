@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterable
 
 from core_proc.policy import Key, Policy
@@ -30,6 +31,10 @@ class WaitingQueue:
         self._row_of: dict[Request, int] = {}
         self._blocked: set[Request] = set()
         self.num_prompt_tokens = 0
+        self.num_of: Counter[str] = Counter()
+        """Requests of each origin."""
+        self.num_prompt_tokens_of: Counter[str] = Counter()
+        """Tokens of their prompts."""
 
     def __len__(self) -> int:
         return len(self._row_of) + len(self._blocked)
@@ -40,7 +45,7 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         """Add a request at its place, or aside if its status is a blocked one."""
         assert request not in self
-        self.num_prompt_tokens += request.num_prompt_tokens
+        self._count(request, 1)
         key = self._policy.order(request)
         if request.status in BLOCKED:
             self._blocked.add(request)
@@ -48,6 +53,15 @@ class WaitingQueue:
         number = self._row_of[request] = next(self._row_numbers)
         heap = self._heaps[self._is_long(request), not request.has_begun()]
         heapq.heappush(heap, (key, number, request))
+
+    def _count(self, request: Request, sign: int) -> None:
+        """Add a request to the totals, or subtract it if `sign` is -1."""
+        origin, num_tokens = request.origin, sign * request.num_prompt_tokens
+        self.num_prompt_tokens += num_tokens
+        self.num_prompt_tokens_of[origin] += num_tokens
+        self.num_of[origin] += sign
+        if not self.num_of[origin]:
+            del self.num_of[origin], self.num_prompt_tokens_of[origin]
 
     @property
     def num_admissible(self) -> int:
@@ -73,7 +87,7 @@ class WaitingQueue:
         return None
 
     def remove(self, request: Request) -> None:
-        self.num_prompt_tokens -= request.num_prompt_tokens
+        self._count(request, -1)
         if request in self._blocked:
             self._blocked.remove(request)
             return

@@ -413,13 +413,13 @@ class ApiConfig(Section):
     """Maximum size of a request body."""
     max_open_requests: Annotated[int, Meta(ge=1, le=10**6)] = 16384
     """Maximum number of requests, and of sequences of them, that an API process holds open; further
-    ones are refused with 429."""
+    ones are refused with 429. One client gets at most 8 times what is left, alone 8/9 of all."""
     max_open_requests_per_client: Annotated[int, Meta(ge=0, le=10**6)] = 0
     """Maximum number of requests, and of sequences of them, that an API process holds open for each
     API key, or without keys for each address; further ones are refused with 429. 0: no limit."""
     max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 64 * 2**20
     """Maximum size of all bodies that an API process holds; further requests are refused with
-    429."""
+    429. One client gets at most 8 times what is left, alone 8/9 of all."""
     max_stored_responses: Annotated[int, Meta(ge=0, le=10**6)] = 10_000
     """Maximum number of responses kept for GET /v1/responses and previous_response_id; further ones
     displace the least recently used. 0: none are kept."""

@@ -1,8 +1,10 @@
 """Open requests are counted, rejected past the bound, and released."""
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Iterator
+import socket
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -58,6 +60,78 @@ def test_requests_and_sequences_of_a_client_are_bounded() -> None:
         budget.open(1).grow(100)
     for _ in range(3):
         budget.open(client="a")
+
+
+def fill(take: Callable[[], object]) -> tuple[int, str]:
+    """Take until that is refused; return how often it was possible, and the refusal."""
+    count = 0
+    while True:
+        try:
+            take()
+        except ApiError as error:
+            return count, error.message
+        count += 1
+
+
+def test_a_client_leaves_a_ninth_of_each_bound_to_others() -> None:
+    """Two that take all they can leave room for a third one."""
+    budget = Budget(90, 900, ClientBudget(0, 90))
+    count, problem = fill(lambda: budget.open(client="a"))
+    assert count == 80
+    assert problem.startswith("max_open_requests: this client holds 80 of 90 requests")
+    assert fill(lambda: budget.open(client="b"))[0] == 9
+    third = budget.open(client="c")
+    assert fill(lambda: budget.open(client="d"))[0] == 0
+    assert fill(lambda: third.grow(10))[0] == 90, "alone it may have any size"
+    third.close()
+
+    budget = Budget(90, 900, ClientBudget(0, 90))
+    lease, second = budget.open(client="a"), budget.open(1, client="a")
+    other, further = budget.open(client="b"), budget.open(1, client="b")
+    count, problem = fill(lambda: lease.grow(1))
+    assert count == 799
+    assert problem.startswith("max_open_bytes: this client holds 800 of 900 bytes")
+    assert fill(lambda: other.grow(1))[0] == 88
+    for each in (other, further, second):
+        each.close()
+
+    with pytest.raises(ApiError, match=r"^max_open_requests: this client holds 1 of 90 sequences"):
+        lease.count_sequences(82)
+    lease.count_sequences(80)
+    budget.open(client="b").count_sequences(8)
+    lease.close()
+    assert (budget.num_bytes, budget.num_requests) == (0, 1)
+
+
+def test_requests_of_no_client_have_no_shares() -> None:
+    budget = Budget(9, 9)
+    for _ in range(9):
+        budget.open(1)
+    assert (budget.num_requests, budget.num_bytes) == (9, 9)
+
+
+def test_one_key_cannot_fill_a_server(make_server: MakeServer) -> None:
+    client = FakeClient()
+    client.is_paused = True
+    live = make_server(client, api_key=("one", "two"), max_open_requests=9)
+    address = ("127.0.0.1", live.port)
+    body = json.dumps(BODY).encode()
+
+    def send(key: str) -> socket.socket:
+        connection = socket.create_connection(address)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        return connection
+
+    with contextlib.ExitStack() as stack:
+        for i in range(8):
+            stack.enter_context(send("one"))
+            wait_until(lambda: len(client.requests) == i + 1)  # noqa: B023 - called at once
+        with send("one") as refused:
+            assert refused.recv(4096).startswith(b"HTTP/1.1 429 ")
+        stack.enter_context(send("two"))
+        wait_until(lambda: len(client.requests) == 9)
+    wait_until(lambda: live.state.budget.num_requests == 0)
 
 
 def test_a_client_may_read_here_what_it_has_begun_at_all_other_processes() -> None:

@@ -201,6 +201,25 @@ def test_a_queue_full_of_tokens_refuses_new_requests_and_no_accepted_ones() -> N
     assert engine.add(CLIENT, add(5, prompt=[7])) is not None
 
 
+@pytest.mark.parametrize("setting", ["max_num_waiting", "max_waiting_tokens"])
+def test_one_client_leaves_a_ninth_of_the_queue_to_others(setting: str) -> None:
+    """A program that states no origin has all of it, and accepted requests are not refused."""
+    prompt = [7] * (10 if setting == "max_waiting_tokens" else 1)
+    engine = make_engine(**{setting: 9 * len(prompt)})
+
+    def is_taken(number: int, origin: str, *, resent: bool = False) -> bool:
+        request = msgspec.structs.replace(add(number, prompt, resent=resent), origin=origin)
+        return engine.add(CLIENT, request) is None
+
+    assert [is_taken(number, "a") for number in range(1, 10)] == [True] * 8 + [False]
+    assert [is_taken(number, "b") for number in (11, 12)] == [True, False]
+    assert is_taken(20, "a", resent=True)
+    engine.abort(CLIENT, [*range(1, 10), 20])
+    assert [is_taken(number, "a") for number in range(21, 28)] == [True] * 7
+    engine = make_engine(**{setting: 9 * len(prompt)})
+    assert all(is_taken(number, "") for number in range(1, 10))
+
+
 def test_outputs_alone_do_not_prove_that_a_request_was_accepted() -> None:
     engine = make_engine(max_num_waiting=1)
     engine.add(CLIENT, add(1))

@@ -218,7 +218,9 @@ def test_ten_thousand_queued_requests_survive_the_core(start_engine: EngineFacto
     resource.setrlimit(
         resource.RLIMIT_NOFILE, (16_000, resource.getrlimit(resource.RLIMIT_NOFILE)[1])
     )
-    engine = start_engine("--enable-admin-routes")
+    # One client gets 8/9 of the queue.
+    num_waiting = str(num_requests * 9 // 8)
+    engine = start_engine("--enable-admin-routes", "--max-num-waiting", num_waiting)
     bodies = [{"prompt": [i + 5] * 128, "max_tokens": 8, "seed": i} for i in range(num_prompts)]
     expected = [engine.post("/v1/completions", **body)["choices"][0]["text"] for body in bodies]
     before = sum(rss_bytes(engine.pid(role)) for role in (Role.API, Role.CORE, Role.WORKER))
