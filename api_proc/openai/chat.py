@@ -1,6 +1,6 @@
 """POST /v1/chat/completions: turns messages into a prompt, and text into a message."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
@@ -15,6 +15,7 @@ from api_proc.generation.serving import GenerationApi
 from api_proc.http.json_body import BodyDecoder
 from api_proc.openai import objects
 from api_proc.openai.chat_message import assistant_message, call_ids, chat_delta
+from api_proc.openai.encoded_list import EncodedLists
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs, token_text_of
 from api_proc.openai.reply import chunk_answers
 from api_proc.params import truncated_length
@@ -106,6 +107,7 @@ class ChatFormat:
     body: ChatBody
     prompts: list[Prompt]
     head: objects.ChatChunk
+    lists: EncodedLists = field(default_factory=EncodedLists)
 
     def opening(self, sequence: OutputSequence) -> dict[str, Any]:
         delta = objects.ChatDelta(role="assistant", content="")
@@ -136,7 +138,9 @@ class ChatFormat:
         num_top = self.body.prompt_logprobs
         if num_top is not None:
             entries = first.prompt_logprobs
-            completion.prompt_logprobs = prompt_logprobs(self.tokenizer, entries, num_top)
+            completion.prompt_logprobs = prompt_logprobs(
+                self.tokenizer, entries, num_top, self.lists
+            )
         return completion
 
     def whole_choice(self, sequence: OutputSequence, delta: Delta) -> objects.ChatChoice:
@@ -161,7 +165,9 @@ class ChatFormat:
         num_top = self.body.num_logprobs
         if num_top is not None and delta.logprobs is not None:
             text_of = token_text_of(self.tokenizer, as_ids=self.body.return_tokens_as_token_ids)
-            fields["logprobs"] = chat_logprobs(self.tokenizer, delta.logprobs, num_top, text_of)
+            fields["logprobs"] = chat_logprobs(
+                self.tokenizer, delta.logprobs, num_top, self.lists, text_of
+            )
         if delta.finish_reason is not None:
             fields["stop_reason"] = delta.stop_reason
             if sequence.stream.resumed_inexactly:

@@ -10,6 +10,7 @@ from api_proc.errors import invalid
 from api_proc.generation.prompt_items import prompt_items
 from api_proc.generation.serving import GenerationApi
 from api_proc.http.json_body import BodyDecoder
+from api_proc.openai.encoded_list import EncodedLists
 from api_proc.openai.logprobs import (
     completion_logprobs,
     prompt_logprobs,
@@ -57,6 +58,7 @@ async def _tokenize(state: ApiState, body: CompletionBody, facts: ModelFacts) ->
         longest = max(map(len, items.ids))
         if longest > max_tokens and keep_last is None:
             raise too_long(longest, max_tokens, "prompt")
+        body.prompt = ""  # the prompts have its ids
         return [Prompt(ids if keep_last is None else ids[-keep_last:], None) for ids in items.ids]
     options = EncodeOptions(body.add_special_tokens is not False, max_tokens, keep_last)
     texts = items.texts
@@ -85,6 +87,7 @@ class CompletionFormat:
     body: CompletionBody
     prompts: list[Prompt]
     head: Completion
+    lists: EncodedLists = field(default_factory=EncodedLists)
     echoed: dict[int, str] = field(default_factory=dict)
     """Texts of prompts that were decoded, by the place of the prompt."""
 
@@ -120,7 +123,7 @@ class CompletionFormat:
                 choice.prompt_token_ids = prompt.token_ids
         if body.prompt_logprobs is not None and is_first:
             choice.prompt_logprobs = prompt_logprobs(
-                self.tokenizer, sequence.prompt_logprobs, body.prompt_logprobs
+                self.tokenizer, sequence.prompt_logprobs, body.prompt_logprobs, self.lists
             )
         return choice
 
@@ -142,7 +145,7 @@ class CompletionFormat:
             offsets = prompt_offsets(self.tokenizer, prompt.token_ids, shown) + offsets
         num_top = self.body.num_logprobs or 0
         text_of = token_text_of(self.tokenizer, as_ids=self.body.return_tokens_as_token_ids)
-        return completion_logprobs(text_of, token_ids, entries, offsets, num_top)
+        return completion_logprobs(text_of, token_ids, entries, offsets, num_top, lists=self.lists)
 
     def _is_sent(self, prompt: Prompt) -> bool:
         """Return whether a prompt is echoed as it was sent, not decoded."""

@@ -4,7 +4,7 @@ A body is translated into that of a completion, whose path it takes. Errors are 
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import msgspec
@@ -27,6 +27,7 @@ from api_proc.errors import ApiError
 from api_proc.generation.serving import GenerationApi
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.completions import COMPLETIONS
+from api_proc.openai.encoded_list import EncodedLists
 from api_proc.openai.logprobs import chat_logprobs, prompt_logprobs, token_text_of
 from api_proc.openai.objects import ChatLogprobs, PromptLogprobList, Usage
 from api_proc.openai.reply import chunk_answers
@@ -77,6 +78,10 @@ class GenerateBody(msgspec.Struct, kw_only=True):
 
 class TokensCompletion(CompletionBody, kw_only=True):
     """The completion that a body stands for."""
+
+    @property
+    def shows_prompt(self) -> bool:
+        return False
 
     @property
     def default_max_tokens(self) -> int | None:
@@ -148,6 +153,7 @@ class GenerateFormat:
     body: TokensCompletion
     prompts: list[Prompt]
     head: Generated
+    lists: EncodedLists = field(default_factory=EncodedLists)
 
     def opening(self, sequence: OutputSequence) -> dict[str, Any] | None:
         return None
@@ -162,7 +168,9 @@ class GenerateFormat:
         num_top = self.body.num_logprobs
         if num_top is not None and delta.logprobs is not None:
             text_of = token_text_of(self.tokenizer, as_ids=True)
-            choice.logprobs = chat_logprobs(self.tokenizer, delta.logprobs, num_top, text_of)
+            choice.logprobs = chat_logprobs(
+                self.tokenizer, delta.logprobs, num_top, self.lists, text_of
+            )
         if delta.finish_reason is not None and sequence.stream.resumed_inexactly:
             choice.resumed_inexactly = True
         return choice
@@ -171,7 +179,9 @@ class GenerateFormat:
         generated = msgspec.structs.replace(self.head, usage=usage)
         if (num_top := self.body.prompt_logprobs) is not None:
             entries = first.prompt_logprobs
-            generated.prompt_logprobs = prompt_logprobs(self.tokenizer, entries, num_top)
+            generated.prompt_logprobs = prompt_logprobs(
+                self.tokenizer, entries, num_top, self.lists
+            )
         return generated
 
     def whole_choice(self, sequence: OutputSequence, delta: Delta) -> GeneratedChoice:

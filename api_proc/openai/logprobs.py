@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from api_proc.openai import objects
-from api_proc.openai.encoded_list import EncodedList
+from api_proc.openai.encoded_list import EncodedList, EncodedLists
 from api_proc.text.tokenizer import TextTokenizer
 from protocol.core_worker import TokenLogprobs
 
 LOWEST = -9999.0
+_SLICE = 1024
+"""Items of a list of texts or numbers that are encoded at a time."""
 
 
 def clamp(logprob: float) -> float:
@@ -39,17 +41,20 @@ def completion_logprobs(
     entries: list[TokenLogprobs | None],
     offsets: list[int],
     num_top: int,
+    *,
+    lists: EncodedLists,
 ) -> objects.CompletionLogprobs:
     """Return the lists for consecutive tokens; each token is among its candidates.
 
-    The entry of a token without a logprob, such as the first of a prompt, is None.
+    The entry of a token without a logprob, such as the first of a prompt, is None. `lists` are
+    those of the response.
     """
-    tokens: list[str] = []
-    logprobs: list[float | None] = []
-    candidates_of = EncodedList()
-    for token_id, entry in zip(token_ids, entries, strict=True):
+    tokens, logprobs, all_offsets = (EncodedList(lists, _SLICE) for _ in range(3))
+    candidates_of = EncodedList(lists)
+    for token_id, entry, offset in zip(token_ids, entries, offsets, strict=True):
         text = text_of(token_id)
         tokens.append(text)
+        all_offsets.append(offset)
         if entry is None:
             logprobs.append(None)
             candidates_of.append(None)
@@ -61,17 +66,23 @@ def completion_logprobs(
         top.setdefault(text, logprob)
         logprobs.append(logprob)
         candidates_of.append(top)
-    return objects.CompletionLogprobs(offsets, logprobs, tokens, candidates_of.json())
+    return objects.CompletionLogprobs(
+        all_offsets.json(), logprobs.json(), tokens.json(), candidates_of.json()
+    )
 
 
 def chat_logprobs(
     tokenizer: TextTokenizer,
     entries: list[TokenLogprobs],
     num_top: int,
+    lists: EncodedLists,
     text_of: Callable[[int], str] | None = None,
 ) -> objects.ChatLogprobs:
-    """Return the items for consecutive tokens, each with exactly `num_top` candidates."""
-    content = EncodedList()
+    """Return the items for consecutive tokens, each with exactly `num_top` candidates.
+
+    `lists` are those of the response.
+    """
+    content = EncodedList(lists)
     for item in chat_items(tokenizer, entries, num_top, text_of):
         content.append(item)
     return objects.ChatLogprobs(content.json())
@@ -96,10 +107,16 @@ def chat_items(
 
 
 def prompt_logprobs(
-    tokenizer: TextTokenizer, entries: list[TokenLogprobs | None], num_top: int
+    tokenizer: TextTokenizer,
+    entries: list[TokenLogprobs | None],
+    num_top: int,
+    lists: EncodedLists,
 ) -> objects.PromptLogprobList:
-    """Return a mapping by token id for each position of the prompt; None for the first."""
-    result = EncodedList()
+    """Return a mapping by token id for each position of the prompt; None for the first.
+
+    `lists` are those of the response.
+    """
+    result = EncodedList(lists)
     for entry in entries:
         if entry is None:
             result.append(None)

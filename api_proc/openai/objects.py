@@ -45,15 +45,16 @@ class PromptProgress(msgspec.Struct, frozen=True):
     """Milliseconds since the request arrived."""
 
 
-_NUMBERS: dict[str, Any] = {"type": "object", "additionalProperties": {"type": "number"}}
+_NUMBER = {"type": "number"}
+_NUMBERS: dict[str, Any] = {"type": "object", "additionalProperties": _NUMBER}
 
 
 class CompletionLogprobs(msgspec.Struct):
     """Parallel lists, one item per token."""
 
-    text_offset: list[int]
-    token_logprobs: list[float | None]
-    tokens: list[str]
+    text_offset: Annotated[msgspec.Raw, _list_of({"type": "integer"})]
+    token_logprobs: Annotated[msgspec.Raw, _list_of(_or_null(_NUMBER))]
+    tokens: Annotated[msgspec.Raw, _list_of({"type": "string"})]
     top_logprobs: Annotated[msgspec.Raw, _list_of(_or_null(_NUMBERS))]
     """The candidates by their texts; null for a token without logprobs."""
 

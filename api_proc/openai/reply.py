@@ -14,6 +14,7 @@ from api_proc.generation.answer import MakeAnswer
 from api_proc.generation.generation import Generation
 from api_proc.http.connection import Connection, encode
 from api_proc.openai.chat_message import plain_delta
+from api_proc.openai.encoded_list import EncodedLists
 from api_proc.openai.objects import (
     DONE_FRAME,
     CompletionTokensDetails,
@@ -39,6 +40,10 @@ class Format(Protocol):
     @property
     def head(self) -> msgspec.Struct:
         """Return a chunk with an empty list of choices."""
+
+    @property
+    def lists(self) -> EncodedLists:
+        """Return the long arrays of the choices and responses that were made last."""
 
     @property
     def plain_choice(self) -> tuple[bytes, bytes]:
@@ -175,18 +180,18 @@ class Reply:
 
         The deltas of a sequence are dropped as soon as it is rendered.
         """
-        sequences = self._generation.sequences
-        whole = encode(self._form.whole(sequences[0], self._usage()))
-        before, _, after = whole.partition(_NO_CHOICES)
+        sequences, lists = self._generation.sequences, self._form.lists
+        pieces = lists.encoded(self._form.whole(sequences[0], self._usage()))
+        before, after = _around_choices(pieces)
         answers = [(sequence, join(self._deltas.pop(sequence.index))) for sequence in sequences]
         if self._num_each > self._num_returned:
             answers = self._best(answers)
-        pieces = [before, _NO_CHOICES[:-1]]
+        pieces = [*before, _NO_CHOICES[:-1]]
         answers.reverse()
         while answers:
-            pieces.append(encode(self._form.whole_choice(*answers.pop())))
+            pieces += lists.encoded(self._form.whole_choice(*answers.pop()))
             pieces.append(b"," if answers else b"]")
-        return [*pieces, after]
+        return pieces + after
 
     def _best(self, answers: list[EndedSequence]) -> list[EndedSequence]:
         """Return the most likely answers to each prompt, renumbered."""
@@ -204,7 +209,7 @@ class Reply:
         if self._with_running_usage if with_usage is None else with_usage:
             usage = self._usage()
         chunk = msgspec.structs.replace(self._form.head, usage=usage, **fields)
-        return b"data: %b\n\n" % encode(chunk)
+        return b"".join([b"data: ", *self._form.lists.encoded(chunk), b"\n\n"])
 
     def _usage(self) -> Usage:
         """Count the tokens so far; each prompt counts once."""
@@ -229,3 +234,12 @@ class Reply:
 def _mean_logprob(answer: EndedSequence) -> float:
     entries = answer[1].logprobs or []
     return sum(entry.logprob for entry in entries) / max(1, len(entries))
+
+
+def _around_choices(pieces: list[bytes]) -> tuple[list[bytes], list[bytes]]:
+    """Divide the pieces of a response at its empty list of choices."""
+    for i, piece in enumerate(pieces):
+        before, found, after = piece.partition(_NO_CHOICES)
+        if found:
+            return [*pieces[:i], before], [after, *pieces[i + 1 :]]
+    raise AssertionError("a response has choices")

@@ -9,7 +9,7 @@ import pytest
 
 from api_proc.http.connection import _PIECE_BYTES, _divided
 from api_proc.openai import encoded_list, reply
-from api_proc.openai.encoded_list import EncodedList
+from api_proc.openai.encoded_list import EncodedList, EncodedLists
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FACTS, FakeClient, emitting, ids_of
 
@@ -19,10 +19,17 @@ PATHS = ("/v1/completions", "/v1/chat/completions", "/inference/v1/generate")
 @pytest.mark.parametrize("number", [0, 1, 63, 64, 65, 200])
 def test_the_slices_are_the_array(number: int) -> None:
     items: list[object] = [{"a,]": [i, None]} for i in range(number)]
-    array = EncodedList()
-    for item in items:
-        array.append(item)
-    assert msgspec.json.decode(array.json()) == items
+    lists = EncodedLists()
+    arrays = [EncodedList(lists), EncodedList(lists, 50)]
+    for array in arrays:
+        for item in items:
+            array.append(item)
+    whole = {"first": arrays[0].json(), "text": "\x00,1\x00", "second": arrays[1].json()}
+    expected = {"first": items, "text": "\x00,1\x00", "second": items}
+    pieces = lists.encoded(whole)
+    assert msgspec.json.decode(b"".join(pieces)) == expected
+    assert (len(pieces) > 1) == (number >= 50)
+    assert lists.encoded({"next": [1]}) == [b'{"next":[1]}']
 
 
 @pytest.mark.parametrize(

@@ -398,9 +398,9 @@ def test_long_prompts_and_events_are_rendered_by_a_thread(
     loop_thread = server.call(threading.get_ident)
     sizes: list[tuple[bool, int]] = []
 
-    def observed(*args: Any) -> CompletionLogprobs:
+    def observed(*args: Any, **more: Any) -> CompletionLogprobs:
         sizes.append((threading.get_ident() == loop_thread, len(args[1])))
-        return completion_logprobs(*args)
+        return completion_logprobs(*args, **more)
 
     monkeypatch.setattr(completions, "completion_logprobs", observed)
     fields = fields | {"echo": True, "n": 2, "logprobs": 20}
