@@ -15,14 +15,14 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from api_proc import openapi
 from api_proc.adapters import routes as adapter_routes
 from api_proc.anthropic.errors import MessagesMiddleware
 from api_proc.anthropic.routes import MESSAGES, count_tokens
 from api_proc.errors import ApiError, internal
-from api_proc.fairness.fair_gate import current_client
+from api_proc.fairness.waiting import current_client
 from api_proc.http.access_log import AccessLogger, AccessLogMiddleware
 from api_proc.http.connection import KEEP_ALIVE_INTERVAL_S, Connection
 from api_proc.http.foreign_routes import instead_of
@@ -157,13 +157,37 @@ def _routes(
 
 
 def _app(routes: Iterable[Route], middleware: list[Middleware]) -> Starlette:
+    routes = list(routes)
     app = Starlette(
-        routes=list(routes),
-        middleware=middleware,
+        routes=routes,
+        middleware=[*middleware, Middleware(_PlainPaths, routes=routes)],
         exception_handlers={HTTPException: _on_http_exception},
     )
     app.router.redirect_slashes = False
     return app
+
+
+class _PlainPaths:
+    """Calls the endpoints of paths without parameters; the router has all others.
+
+    A request that waits would otherwise hold five frames of the router.
+    """
+
+    def __init__(self, app: ASGIApp, routes: Iterable[Route]) -> None:
+        self._app = app
+        self._endpoints: dict[tuple[str, str], ASGIApp] = {
+            (method, route.path): route.app
+            for route in routes
+            for method in route.methods or ()
+            if not route.param_convertors
+        }
+
+    def __call__(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        app = self._app
+        if scope["type"] == "http":
+            path: str = scope["path"].removeprefix(scope.get("root_path", ""))
+            app = self._endpoints.get((scope["method"], path), app)
+        return app(scope, receive, send)
 
 
 @dataclass(frozen=True)
@@ -185,6 +209,7 @@ class _Endpoint:
             budget=state.budget,
             control_budget=state.control_budget,
             admission=state.admission,
+            reading=state.reading,
         )
         connection.is_forwarded = self.is_forwarded
         current_client.set(connection.origin)

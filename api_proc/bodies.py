@@ -164,6 +164,11 @@ class SamplingBody(CommonBody, kw_only=True):
         return False
 
     @property
+    def shows_prompt(self) -> bool:
+        """Whether the answer contains the text or the ids of the prompt."""
+        return self.echoes_prompt or bool(self.return_token_ids)
+
+    @property
     def default_max_tokens(self) -> int | None:
         """The bound where the body has none and they fit; None: as many as fit."""
         return None

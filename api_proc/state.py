@@ -11,7 +11,7 @@ from pathlib import PurePath
 from api_proc.adapters.registry import AdapterRegistry
 from api_proc.budget import Budget, ClientBudget
 from api_proc.errors import ApiError, overloaded, unavailable
-from api_proc.fairness.admission import Admission
+from api_proc.fairness.admission import PARTS_PER_TURN, Admission
 from api_proc.fairness.fair_gate import FairGate
 from api_proc.http.api_keys import ApiKeys
 from api_proc.http.json_body import LargeRequests
@@ -93,6 +93,8 @@ class ApiState:
         self.control_budget = Budget(api.max_open_requests, api.max_open_bytes)
         """Counts the requests that end or control others, which must not wait for their end."""
         self.admission = Admission()
+        self.reading = Admission(PARTS_PER_TURN)
+        """Admits connections that read a further part of a body."""
         self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
         """One of them is processed in slices, while others are tokenized."""
         self.large_answers = FairGate()

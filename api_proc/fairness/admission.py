@@ -2,36 +2,39 @@
 
 A burst of requests that are read in one turn would otherwise be handled in the order of arrival, a
 millisecond each. Here the clients take turns, so a burst of one client delays the requests of
-another by one turn of the loop.
+another by one turn of the loop. The parts of large bodies are read in the same way.
 """
 
 import asyncio
 
-from api_proc.fairness.fair_gate import current_client
-from protocol.turns import Account, Turns
+from api_proc.fairness.waiting import WaitingRequests
 
 _PER_TURN = 16
 """Requests that are admitted in one turn of the event loop: about ten milliseconds of work."""
+PARTS_PER_TURN = 8
+"""Parts of bodies that are read in one turn: two megabytes, which are copied three times."""
 
 
 class Admission:
     """Admits the requests of one event loop."""
 
-    def __init__(self) -> None:
-        self._waiting: Turns[asyncio.Future[None]] = Turns()
-        self._num_left = _PER_TURN
+    def __init__(self, per_turn: int = _PER_TURN) -> None:
+        """Admit `per_turn` requests in one turn of the loop."""
+        self._waiting = WaitingRequests()
+        self._per_turn = self._num_left = per_turn
         """Requests that may still be admitted in this turn; then none waits."""
         self._is_armed = False
 
     async def enter(self) -> None:
-        """Return at once, or in a later turn of the loop if many requests have come in this one."""
+        """Return at once, or in a later turn of the loop if many requests have come in this one.
+
+        ApiError 503: the wait was too long.
+        """
         if self._num_left:
             self._num_left -= 1
             self._arm()
             return
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(Account(current_client.get()), admitted)
-        await admitted
+        await self._waiting.wait()
 
     def _arm(self) -> None:
         if not self._is_armed:
@@ -40,11 +43,8 @@ class Admission:
 
     def _begin_turn(self) -> None:
         self._is_armed = False
-        self._num_left = _PER_TURN
-        while self._num_left and (found := self._waiting.take()) is not None:
-            _, admitted = found
-            if not admitted.done():  # else its task was cancelled
-                admitted.set_result(None)
-                self._num_left -= 1
-        if self._num_left < _PER_TURN:
+        self._num_left = self._per_turn
+        while self._num_left and self._waiting.admit():
+            self._num_left -= 1
+        if self._num_left < self._per_turn:
             self._arm()

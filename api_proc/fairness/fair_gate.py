@@ -4,15 +4,11 @@ A client with many requests at the gate delays only these: a request of another 
 request of each client before it, however many have arrived earlier.
 """
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from contextvars import ContextVar
 
-from protocol.turns import Account, Turns
-
-current_client: ContextVar[str] = ContextVar("current_client", default="")
-"""The client whose request the current task serves: an API key or an address."""
+from api_proc.errors import ApiError
+from api_proc.fairness.waiting import WaitingRequests
 
 
 class FairGate:
@@ -20,34 +16,23 @@ class FairGate:
 
     def __init__(self, size: int = 1) -> None:
         self._num_free = size
-        self._waiting: Turns[asyncio.Future[None]] = Turns()
+        self._waiting = WaitingRequests()
 
     def is_full(self) -> bool:
         """Return whether the next request has to wait."""
         return self._num_free == 0
 
     async def enter(self) -> None:
-        """Enter, or wait until `leave` admits this request."""
+        """Enter, or wait until `leave` admits this request; ApiError 503: for too long."""
         if self._num_free:
             self._num_free -= 1
             return
-        admitted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.put(Account(current_client.get()), admitted)
-        try:
-            await admitted
-        except asyncio.CancelledError:
-            if not admitted.cancelled():  # it was admitted at the same time
-                self.leave()
-            raise
+        await self._waiting.wait(self.leave)
 
     def leave(self) -> None:
         """Admit the next request that still waits, or free a place."""
-        while (found := self._waiting.take()) is not None:
-            _, admitted = found
-            if not admitted.done():
-                admitted.set_result(None)
-                return
-        self._num_free += 1
+        if not self._waiting.admit():
+            self._num_free += 1
 
     @asynccontextmanager
     async def inside(self) -> AsyncIterator[None]:
@@ -57,3 +42,17 @@ class FairGate:
             yield
         finally:
             self.leave()
+
+    @asynccontextmanager
+    async def inside_if_soon(self) -> AsyncIterator[None]:
+        """Wait as `inside`, but run the block without a place if the wait is too long."""
+        is_inside = True
+        try:
+            await self.enter()
+        except ApiError:
+            is_inside = False
+        try:
+            yield
+        finally:
+            if is_inside:
+                self.leave()

@@ -61,7 +61,8 @@ class DeltaReader:
         """
         self._sequences, self._histories = sequences, histories
         self._position, self._on_skipped = position, on_skipped
-        self._prompts_read = [asyncio.Event() for _ in sequences[:: self._num_each]]
+        if self._waits_for_prompts:
+            self._prompts_read = [asyncio.Event() for _ in sequences[:: self._num_each]]
         if len(sequences) == 1:
             [sequence] = sequences
             async for delta in self._deltas(sequence):

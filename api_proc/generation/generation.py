@@ -32,6 +32,7 @@ from protocol.client.request_stream import RequestStream
 from protocol.message import TokenIds
 from protocol.sampling import FinishReason, SamplingParams
 
+_NO_PROMPT = Prompt([], None)
 MakeParser = Callable[[TokenIds, str], OutputParser | None]
 
 
@@ -58,6 +59,8 @@ class Generation:
         self._adapter = adapter
         self._make_parser = make_parser
         self.prompts: list[Prompt] = [] if session is None else session.prompts
+        """Empty ones once they were submitted, if neither the answer nor a session needs them."""
+        self._num_prompt_tokens = _num_tokens(self.prompts)
         self.sequences: list[OutputSequence] = []
         self.cancelled = False
         self.created = int(time.time()) if session is None else session.accepted.created
@@ -98,7 +101,7 @@ class Generation:
         is_sent = kind is None and not self.cancelled
         self.cancel()
         self._connection.scope[GENERATION_KEY] = GenerationRecord(
-            sum(len(prompt.token_ids) for prompt in self.prompts),
+            self._num_prompt_tokens,
             0 if self._body.is_echo_alone else self._num_output_tokens,
             self._queue_time_s,
             self._reader.time_to_first_token_s,
@@ -164,6 +167,7 @@ class Generation:
     def begin_session(self, path: str, raw: bytes, prompts: list[Prompt]) -> None:
         """Set the prompts; begin a session if there is a journal and the client can return."""
         self.prompts = prompts
+        self._num_prompt_tokens = _num_tokens(prompts)
         knows_id = bool(self._body.stream) or self._connection.has_client_id
         # The requests of a beam search are not those of the client.
         if self._state.sessions is not None and knows_id and not self._body.use_beam_search:
@@ -198,6 +202,8 @@ class Generation:
     async def accepted(self) -> None:
         """Mark all sequences as submitted, and wait until the session is in the journal."""
         self._is_accepted = True
+        if self._session is None and not self._body.shows_prompt:
+            self.prompts = [_NO_PROMPT] * len(self.prompts)
         if self._session is not None:
             if self._deadline is not None:
                 self._deadline.cancel()  # the session's own deadline outlives the connection
@@ -389,7 +395,7 @@ class Generation:
             state="running" if num_output_tokens else "waiting",
             age_s=round(time.monotonic() - self.arrival, 3),
             num_sequences=len(self.sequences),
-            num_prompt_tokens=sum(len(prompt.token_ids) for prompt in self.prompts),
+            num_prompt_tokens=self._num_prompt_tokens,
             num_output_tokens=num_output_tokens,
         )
 
@@ -402,3 +408,7 @@ class Generation:
         return self._reader.steps(
             self.sequences, histories, position=self.position, on_skipped=on_skipped
         )
+
+
+def _num_tokens(prompts: list[Prompt]) -> int:
+    return sum(len(prompt.token_ids) for prompt in prompts)

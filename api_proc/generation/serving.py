@@ -8,7 +8,7 @@ import logging
 import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar, cast
+from typing import Any, Generic, NamedTuple, TypeVar, cast
 
 from api_proc.bodies import SamplingBody
 from api_proc.chat.parser import OutputParser
@@ -50,6 +50,14 @@ MakeParams = Callable[[TokenIds], SamplingParams]
 """Returns the parameters for a prompt."""
 
 
+class _Decoded(NamedTuple, Generic[Body]):
+    """A body, and what is needed to submit it."""
+
+    body: Body
+    facts: ModelFacts
+    grammar: Grammar | None
+
+
 def _unchanged(error: ApiError) -> ApiError:
     return error
 
@@ -88,39 +96,63 @@ class GenerationApi(Generic[Body]):
             return
         if await self._resume(state, connection, raw):
             return
-        facts = await state.accepting()
         with Turn(state.large_requests) as turn:
-            body, unknown = await self.decode.in_slices(raw, turn)
-            connection.reserve_values(turn.num_values)
-            connection.headers += state.unknown_fields.check(raw, unknown)
-            body.check()
-            grammar = grammar_of(body)
-            adapter = state.require_model(body.model)
-            make_parser = self._parser_maker(state, body)
+            decoded = await self._decode(state, connection, raw, turn)
+            make_parser = self._parser_maker(state, decoded.body)
             with Generation(
-                state, body, connection, make_parser=make_parser, adapter=adapter
+                state,
+                decoded.body,
+                connection,
+                make_parser=make_parser,
+                adapter=state.require_model(decoded.body.model),
             ) as generation:
                 await turn.rest()
-                try:
-                    prompts = await generation.prepare(self.tokenize(state, body, facts))
-                    forms = await packed_in_slices([ids for ids, _ in prompts], facts, turn)
-                except RequestFailed as failure:
-                    raise from_request_error(failure.error, self.prompt_param) from failure
-                if generation.cancelled:
+                if not await self._accept(state, connection, raw, decoded, generation, turn=turn):
                     return
-                if await self._resume(state, connection, raw):  # a duplicate has been accepted
-                    return
-                connection.count_sequences(len(prompts) * body.num_sequences)
-                generation.begin_session(self.path, raw, prompts)
-                raw = b""
-                make_params = self._params_maker(state, body, facts, grammar)
-                await self._submit(generation, forms, make_params, turn)
-                forms.clear()
+                # What the answer does not need is freed: many requests may wait for the engine.
+                body, raw = decoded.body, b""
+                del decoded
                 turn.end()
-                if generation.cancelled:
-                    return
-                await generation.accepted()
-                await self._answer(state, connection, body, generation)
+                if not generation.cancelled:
+                    await generation.accepted()
+                    await self._answer(state, connection, body, generation)
+
+    async def _decode(
+        self, state: ApiState, connection: Connection, raw: bytes, turn: Turn
+    ) -> "_Decoded[Body]":
+        facts = await state.accepting()
+        body, unknown = await self.decode.in_slices(raw, turn)
+        connection.reserve_values(turn.num_values)
+        connection.headers += state.unknown_fields.check(raw, unknown)
+        body.check()
+        return _Decoded(body, facts, grammar_of(body))
+
+    async def _accept(
+        self,
+        state: ApiState,
+        connection: Connection,
+        raw: bytes,
+        decoded: "_Decoded[Body]",
+        generation: Generation,
+        *,
+        turn: Turn,
+    ) -> bool:
+        """Submit all sequences; False: the request has ended, or its answer was another's."""
+        body, facts, grammar = decoded
+        try:
+            prompts = await generation.prepare(self.tokenize(state, body, facts))
+            forms = await packed_in_slices([ids for ids, _ in prompts], facts, turn)
+        except RequestFailed as failure:
+            raise from_request_error(failure.error, self.prompt_param) from failure
+        if generation.cancelled:
+            return False
+        if await self._resume(state, connection, raw, turn):  # a duplicate has been accepted
+            return False
+        connection.count_sequences(len(prompts) * body.num_sequences)
+        generation.begin_session(self.path, raw, prompts)
+        make_params = self._params_maker(state, body, facts, grammar)
+        await self._submit(generation, forms, make_params, turn)
+        return True
 
     def decode_accepted(self, raw: bytes, adds: list[AddRequest]) -> DecodedRequest:
         """Decode a request of the journal."""
@@ -128,7 +160,9 @@ class GenerationApi(Generic[Body]):
         token_ids = [add.unpacked_prompt for add in adds[:: body.num_sequences]]
         return DecodedRequest(body, self.restore_prompts(body, token_ids))
 
-    async def _resume(self, state: ApiState, connection: Connection, raw: bytes) -> bool:
+    async def _resume(
+        self, state: ApiState, connection: Connection, raw: bytes, turn: Turn | None = None
+    ) -> bool:
         """Continue the response to a request that was accepted earlier; False: it was not."""
         last_event_id = connection.last_event_id
         if state.sessions is None:
@@ -138,6 +172,8 @@ class GenerationApi(Generic[Body]):
         session = state.sessions.find(connection.request_id, self.path, raw, last_event_id)
         if session is None:
             return False
+        if turn is not None:
+            turn.end()
         make_parser = self._parser_maker(state, cast(Body, session.body))
         with Generation(
             state, session.body, connection, session, make_parser=make_parser
@@ -255,7 +291,7 @@ async def _whole(
     num_parts = len(generation.sequences) * _PARTS_PER_SEQUENCE
     if num_parts + num_tokens * _num_candidates(body) < _MANY_PARTS:
         return answer.body()
-    async with state.large_answers.inside():
+    async with state.large_answers.inside_if_soon():
         return await asyncio.to_thread(answer.body)
 
 
@@ -309,7 +345,7 @@ class _Renderer:
             num_tokens += _num_prompt_tokens(self._body, sequence)
         if num_tokens * self._num_candidates < _MANY_PARTS:
             return self._answer.frames(sequence, delta)
-        async with self._turn.inside():
+        async with self._turn.inside_if_soon():
             return await asyncio.to_thread(self._answer.frames, sequence, delta)
 
 
@@ -323,7 +359,9 @@ async def _send_step(connection: Connection, renderer: _Renderer, step: Step) ->
         num_bytes += sum(map(len, events))
         if pieces and (num_bytes >= _SEND_BYTES or i == len(step)):
             failpoint("api.before_flush")
-            await connection.send_frames(b"".join(pieces))
+            # A large event is not copied.
+            whole = b"".join(pieces) if len(pieces) > 1 else pieces[0]
             pieces, num_bytes = [], 0
+            await connection.send_frames(whole)
             if i < len(step):
                 await asyncio.sleep(0)  # let other requests run between the pieces

@@ -38,6 +38,8 @@ UNREAD_KEY = "troika.num_unread"
 """A function that counts the tokens that wait to be sent, for the server."""
 ABORT_KEY = "troika.abort"
 """A function of the server that closes the connection at once."""
+ON_LOST_KEY = "troika.on_lost"
+"""A function of the server that takes a function to call when the connection is lost."""
 
 
 class ResponseStyle(NamedTuple):
@@ -106,14 +108,17 @@ class Connection:
         budget: Budget | None = None,
         control_budget: Budget | None = None,
         admission: Admission | None = None,
+        reading: Admission | None = None,
     ) -> None:
         """`budget` counts the request once its body is read, and `admission` delays it then.
 
-        `control_budget` counts a request that ends or controls others instead.
+        `control_budget` counts a request that ends or controls others instead. `reading` delays
+        each part of the body but the first.
         """
         self._budget = budget
         self._control_budget = control_budget
         self._admission = admission
+        self._reading = reading
         self._lease: Lease | None = None
         self.session_lease: Lease | None = None
         """Lease of the request in the journal that has this request's id, if there is one."""
@@ -139,6 +144,7 @@ class Connection:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_sending = False
         self._num_sent = 0
+        self._is_open = True
 
     @property
     def request_id(self) -> str:
@@ -191,6 +197,11 @@ class Connection:
             await self._admission.enter()
         return raw
 
+    @property
+    def has_unread_body(self) -> bool:
+        """Whether the next call of `read_body` returns a body that was read before."""
+        return self._unread is not None
+
     def unread(self, raw: bytes) -> None:
         """Let the next call of `read_body` return the body again."""
         self._unread = raw
@@ -200,7 +211,7 @@ class Connection:
         num_bytes = 0
         more = True
         while more:
-            message = await self._receive()
+            message = await (self._receive_more() if chunks else self._receive())
             if message["type"] == "http.disconnect":
                 self.disconnected = True
                 raise _disconnected()
@@ -212,6 +223,12 @@ class Connection:
             if num_bytes > max_bytes:
                 raise _too_large(max_bytes)
         return b"".join(chunks)
+
+    async def _receive_more(self) -> Message:
+        """Receive a further part of the body, in a turn of this client."""
+        if self._reading is not None:
+            await self._reading.enter()
+        return await self._receive()
 
     def reserve_values(self, num_values: int) -> None:
         """Reserve room for the names and values of the decoded body, or raise a 429."""
@@ -272,7 +289,16 @@ class Connection:
         The server ends a connection where `num_unread` counts too many tokens that wait to be sent.
         """
         self.scope[UNREAD_KEY] = num_unread
-        self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
+        listen = self.scope.get(ON_LOST_KEY)
+        if listen is None:  # the server of a host
+            self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
+            return
+
+        def end() -> None:
+            if self._is_open:
+                self._note_lost(on_disconnect)
+
+        listen(end)
 
     def keep_alive(self) -> None:
         """Start the stream, and send more while it is silent, so that proxies keep it open."""
@@ -280,6 +306,7 @@ class Connection:
 
     def close(self) -> None:
         """Stop watching and release the request's budget."""
+        self._is_open = False
         if self._lease is not None:
             self._lease.close()
         self._end_reading()
@@ -287,7 +314,7 @@ class Connection:
             task.cancel()
         self._tasks.clear()
         # They refer to the request, which refers to this connection: memory would be freed late.
-        self.scope[UNREAD_KEY] = self.scope[ABORT_KEY] = None
+        self.scope[UNREAD_KEY] = self.scope[ABORT_KEY] = self.scope[ON_LOST_KEY] = None
 
     async def abort(self) -> None:
         """Close the connection within a response, so that its client sees that the rest is lost."""
@@ -365,16 +392,21 @@ class Connection:
 
     async def _discard_body(self) -> None:
         while self._has_rest:
-            message = await asyncio.wait_for(self._receive(), LINGER_IDLE_S)
+            async with asyncio.timeout(LINGER_IDLE_S):
+                message = await self._receive_more()
             self._has_rest = message["type"] == "http.request" and message.get("more_body", False)
 
     async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
-        """Send server-sent events; waits while the client reads too slowly."""
+        """Send server-sent events, large ones in pieces; waits while the client is too slow."""
         self._is_sending = True
         if not self.response_started:
             self.response_started = True
             headers = [*_STREAM_START["headers"], *self.headers]
             await self._write({**_STREAM_START, "headers": headers})
+        if len(frames) > _PIECE_BYTES:
+            *pieces, frames = _divided([frames])
+            for piece in pieces:
+                await self._write({"type": "http.response.body", "body": piece, "more_body": True})
         await self._write({"type": "http.response.body", "body": frames, "more_body": more})
         self._num_sent += 1
         self._is_sending = False
@@ -390,6 +422,10 @@ class Connection:
 
     async def _watch(self, on_disconnect: Callable[[], object]) -> None:
         await self._wait_disconnected()
+        self._note_lost(on_disconnect)
+
+    def _note_lost(self, on_disconnect: Callable[[], object]) -> None:
+        self.disconnected = True
         failpoint("api.before_abort")
         on_disconnect()
 

@@ -13,7 +13,8 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api_proc.errors import ApiError
-from api_proc.http.connection import ABORT_KEY, UNREAD_KEY
+from api_proc.http.connection import ABORT_KEY, ON_LOST_KEY, UNREAD_KEY
+from api_proc.http.signal import Signal
 
 MAX_UNREAD_TOKENS = 4096
 """Bound for a stream whose client does not read: 16 KiB of token ids, rendered only when sent."""
@@ -49,6 +50,9 @@ class HttpProtocol(HttpToolsProtocol):
     unsent = 0
     has_taken = False  # whether the write buffer has emptied since the last check
     on_lost: Callable[[], None] | None = None
+    is_lost = False
+    _listeners: tuple[Callable[[], None], ...] = ()
+    """Called when the connection of the running request is lost."""
     _num_fed = 0
     """Bytes of the present read that count for the head; 0 where the head begins in it."""
     _num_chunks = 0  # of the present body
@@ -58,6 +62,7 @@ class HttpProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=MAX_UNSENT_BYTES)
+        self.flow._is_writable_event = Signal(is_set=True)  # type: ignore[assignment]
         self.last_active = self.loop.time()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -66,8 +71,22 @@ class HttpProtocol(HttpToolsProtocol):
         if self.running is not None and not self.running.response_complete:
             self.running.disconnected = True  # uvicorn notifies only the last that was parsed
             self.running.message_event.set()
+        self.is_lost = True
+        for cycle in (self.cycle, self.running):
+            if cycle is not None:  # its scope refers to this object: memory would be freed late
+                cycle.scope[ON_LOST_KEY] = None  # type: ignore[literal-required]
+        listeners, self._listeners = self._listeners, ()
+        for listener in listeners:
+            self.loop.call_soon(listener)
         if self.on_lost is not None:
             self.on_lost()
+
+    def call_when_lost(self, listener: Callable[[], None]) -> None:
+        """Call a function once the running request's connection is lost, unless it is answered."""
+        if self.is_lost:
+            self.loop.call_soon(listener)
+        else:
+            self._listeners = (*self._listeners, listener)
 
     def data_received(self, data: bytes) -> None:
         if not self.is_idle or not self._is_in_body:
@@ -121,7 +140,9 @@ class HttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         if not self._is_in_body:
             self.scope[ABORT_KEY] = self.transport.abort  # type: ignore[literal-required]
+            self.scope[ON_LOST_KEY] = self.call_when_lost  # type: ignore[literal-required]
             super().on_headers_complete()
+            self.cycle.message_event = Signal()  # type: ignore[assignment]
             self._is_in_body = True
             self._num_chunks = self._num_body_bytes = 0
             if self.is_idle:  # else it waits in the pipeline
@@ -163,6 +184,7 @@ class HttpProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.last_active = self.loop.time()
+        self._listeners = ()
         if self.head_since is not None:
             self.head_since = self.last_active  # the server may not have read the pipelined head
         if self.pipeline and not self.transport.is_closing():

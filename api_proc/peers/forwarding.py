@@ -25,9 +25,10 @@ async def forward_to_owner(
 def note_session(state: ApiState, connection: Connection) -> None:
     """Note what counts a generation that may be in a journal, before its body is read.
 
-    Requests for other routes count by themselves, whatever their ids are.
+    Requests for other routes count by themselves, whatever their ids are. After the body was read
+    this has no effect: what counts the request must not change.
     """
-    if state.sessions is not None:
+    if state.sessions is not None and not connection.has_unread_body:
         connection.session_lease = state.sessions.lease_of(connection.request_id)
         connection.is_foreign = _is_foreign(state, connection)
 

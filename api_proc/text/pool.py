@@ -25,7 +25,7 @@ from collections.abc import Callable
 import msgspec
 
 from api_proc.errors import ApiError, overloaded
-from api_proc.fairness.fair_gate import current_client
+from api_proc.fairness.waiting import MAX_WAIT_S, current_client
 from api_proc.text.chat_template import ChatTemplateError
 from api_proc.text.jobs import (
     LENGTH_BYTES,
@@ -53,8 +53,6 @@ LIMIT_S_PER_MIB = 4.0
 """Additional time for each MiB of the job, which needs up to a second."""
 START_S = 60.0
 """Longest wait for a helper to start and load the tokenizer."""
-MAX_WAIT_S = 60.0
-"""Longest wait until a job begins; then it is refused, though all lanes may be busy."""
 _CHECK_S = 0.1
 _MAX_ANSWER_BYTES = 2**26
 _SLICE_BYTES = 2**17

@@ -20,7 +20,8 @@ import msgspec
 from api_proc.chat.families import find_dialect
 from api_proc.chat.formats import Dialect
 from api_proc.errors import ApiError, invalid, unavailable
-from api_proc.fairness.fair_gate import FairGate, current_client
+from api_proc.fairness.fair_gate import FairGate
+from api_proc.fairness.waiting import current_client
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import SamplingDefaults, chat_templates, read_json, sampling_defaults
 from api_proc.text.final_message import render_open

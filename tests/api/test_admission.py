@@ -6,7 +6,7 @@ import socket
 import threading
 
 from api_proc.fairness.admission import _PER_TURN, Admission
-from api_proc.fairness.fair_gate import current_client
+from api_proc.fairness.waiting import current_client
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import wait_until
 

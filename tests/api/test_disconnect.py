@@ -6,6 +6,7 @@ import json
 import socket
 import struct
 from collections.abc import Callable, Iterator
+from http.client import HTTPResponse
 from typing import Any
 
 import httpx
@@ -65,6 +66,40 @@ def test_disconnect_before_the_answer_cancels(
         wait_until(lambda: client.cancelled == [1, 2], timeout_s=AT_ONCE_S)
         wait_until(lambda: len(live.state.open_requests) == 0, timeout_s=AT_ONCE_S)
     assert live.state.metrics.num_finished["abort"] == 2
+
+
+def test_a_request_that_waits_has_one_task_and_no_copy_of_its_prompt(
+    make_server: MakeServer,
+) -> None:
+    """Thousands may wait. The answer still counts the prompt's tokens, and shows it if asked to."""
+    client = FakeClient()
+    client.is_paused = True
+    live = make_server(client)
+    num_tasks = live.call(lambda: len(asyncio.all_tasks()))
+    further: list[dict[str, Any]] = [{}, {"n": 2}, {"return_token_ids": True}, {"echo": True}]
+    asked = [
+        send(live, "/v1/completions", prompt=[*range(70, 100)], max_tokens=2, **fields)
+        for fields in further
+    ]
+    wait_until(lambda: len(client.requests) == 5)
+    num_readers = 2  # of the sequences of one request
+    expected = num_tasks + len(asked) + num_readers
+    wait_until(lambda: live.call(lambda: len(asyncio.all_tasks())) == expected)
+    kept = [
+        [len(prompt.token_ids) for prompt in request.prompts]  # type: ignore[attr-defined]
+        for request in live.state.open_requests._by_number.values()
+    ]
+    assert sorted(kept) == [[0], [0], [30], [30]]
+    client.is_paused = False
+    for connection, fields in zip(asked, further, strict=True):
+        with connection, HTTPResponse(connection) as response:
+            response.begin()
+            answer = json.loads(response.read())
+        assert answer["usage"]["prompt_tokens"] == 30
+        if "return_token_ids" in fields:
+            assert answer["choices"][0]["prompt_token_ids"] == [*range(70, 100)]
+        if "echo" in fields:
+            assert len(answer["choices"][0]["text"]) == 32
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -5,7 +5,8 @@ import asyncio
 import httpx
 import msgspec
 
-from api_proc.fairness.fair_gate import FairGate, current_client
+from api_proc.fairness.fair_gate import FairGate
+from api_proc.fairness.waiting import current_client
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FACTS, FakeClient
 from tests.api.session_server import until
@@ -71,7 +72,7 @@ def test_requests_have_the_turns_of_their_keys(make_server: MakeServer) -> None:
             await gate.enter()
 
     def num_waiting() -> int:
-        accounts = gate._waiting._origins.values()
+        accounts = gate._waiting._turns._origins.values()
         return sum(len(items) for tenants in accounts for items in tenants.values())
 
     async def run() -> None:

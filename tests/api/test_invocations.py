@@ -1,10 +1,13 @@
 """POST /invocations: the fields of a body choose the route, whose answer and errors it has."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
+from api_proc.http.connection import REQUEST_ID_KEY, Connection
+from api_proc.peers.forwarding import note_session
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, embed
 from tests.api.test_scores import headed, labels, score
@@ -52,6 +55,23 @@ def test_streams_are_streams_and_errors_name_the_fields_of_the_route(
         assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
     assert invoke(live, prompt="a" * 3000).status_code == 413
     assert httpx.post(live.url + "/invocations", content=b"[").status_code == 400
+
+
+def test_what_counts_a_request_is_noted_once() -> None:
+    """Another request may have its id by the time at which the route of its body begins."""
+    sessions = SimpleNamespace(lease_of=lambda _: object())
+    state: Any = SimpleNamespace(sessions=sessions, peers=None)
+    connection = Connection({"type": "http", REQUEST_ID_KEY: "a"}, unused, unused)
+    note_session(state, connection)
+    noted = connection.session_lease
+    assert noted is not None
+    connection.unread(b"{}")
+    note_session(state, connection)
+    assert connection.session_lease is noted
+
+
+async def unused(*_: object) -> Any:
+    raise AssertionError
 
 
 def test_a_body_is_charged_once(make_server: MakeServer) -> None:

@@ -418,7 +418,7 @@ def test_a_client_at_its_bound_can_read_what_another_process_owns(
 
     def num_open() -> list[int]:
         counted = (budgets[0].clients, budgets[1].clients, budgets[0].foreign)
-        return [clients._num_of.total() for clients in counted]
+        return [clients._sequences.total for clients in counted]
 
     assert budgets[0].foreign.max_per_client == (COUNT - 1) * limit
 

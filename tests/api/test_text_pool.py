@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from api_proc.errors import ApiError
-from api_proc.fairness.fair_gate import current_client
+from api_proc.fairness.waiting import current_client
 from api_proc.text import pool as pool_module
 from api_proc.text.chat_template import ChatTemplateError
 from api_proc.text.jobs import (
