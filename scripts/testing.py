@@ -183,7 +183,7 @@ class RunningEngine:
 
 
 class Engine(RunningEngine):
-    """An engine that runs as a child process until it is closed."""
+    """An engine that runs as a child process until it is closed, or until this process ends."""
 
     def __init__(
         self,
@@ -202,14 +202,23 @@ class Engine(RunningEngine):
         default_s = TIMEOUT_S if "null" in arguments else LOAD_TIMEOUT_S
         super().__init__(run_dir, default_s if timeout_s is None else timeout_s)
         self._log = Path(f"{run_dir}.log")
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*prefix, sys.executable, "-m", module, "--run-dir", run_dir, *arguments],
-                cwd=_PATH,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stderr=log,
-            )
+        parent_read, self._parent_write = os.pipe()  # its EOF ends the engine
+        flags = ["--run-dir", run_dir, "--parent-fd", str(parent_read)]
+        try:
+            with self._log.open("w") as log:
+                self.process = subprocess.Popen(
+                    [*prefix, sys.executable, "-m", module, *flags, *arguments],
+                    cwd=_PATH,
+                    env=environ,
+                    stdin=subprocess.DEVNULL,
+                    stderr=log,
+                    pass_fds=[parent_read],
+                )
+        except BaseException:
+            os.close(self._parent_write)
+            raise
+        finally:
+            os.close(parent_read)
 
     @property
     def log(self) -> str:
@@ -224,6 +233,9 @@ class Engine(RunningEngine):
         """Kill the supervisor, and check that all other processes leave."""
         super().close()
         self.process.kill()
+        if self._parent_write >= 0:
+            os.close(self._parent_write)
+            self._parent_write = -1
         self.process.wait(TIMEOUT_S)
         eventually(lambda: not any(map(is_alive, self.all_pids)), "all processes are gone")
 

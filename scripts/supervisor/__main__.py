@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     label = log_label(Role.SUPERVISOR, 0, config)
     configure_logging(label, config.run)
     signal_fd = watch_signals()
-    is_embedded = arguments.parent_fd is not None
+    is_embedded = arguments.config_fd is not None
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     is_json = config.run.log_format is LogFormat.JSON
     console = Console(

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -108,3 +109,21 @@ def test_it_imports_without_pytest() -> None:
         testing.EngineFactory().close()
     """
     subprocess.run([sys.executable, "-c", script], cwd=ROOT, check=True, timeout=60)
+
+
+def test_an_engine_ends_with_the_process_that_started_it() -> None:
+    script = """if True:
+        import time
+        from scripts.testing import EngineFactory
+        engine = EngineFactory()()
+        print(*[row.pid for row in engine.ready().processes], engine.run_dir, flush=True)
+        time.sleep(60)
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.PIPE, text=True
+    ) as program:
+        assert program.stdout is not None
+        *pids, run_dir = program.stdout.readline().split()
+        program.kill()
+    eventually(lambda: not any(is_alive(int(pid)) for pid in pids), "all processes are gone")
+    shutil.rmtree(Path(run_dir).parent)
