@@ -23,12 +23,11 @@ def make_run_dir(path: str | None) -> str:
     """Create, or check, the directory for the sockets: mode 0700, ours, short enough.
 
     The directory of a replica is in that of its engine, which has this mode, too, if it is created.
-    None makes a new one under `$XDG_RUNTIME_DIR` or the temporary directory. ValueError: the
-    directory cannot be used; the text gives the reason.
+    None makes a new one in `runtime_base()`. ValueError: the directory cannot be used; the text
+    gives the reason. OSError: it cannot be made.
     """
     if path is None:
-        base = os.environ.get("XDG_RUNTIME_DIR", "")
-        path = tempfile.mkdtemp(prefix="troika-", dir=base if os.path.isdir(base) else None)
+        path = tempfile.mkdtemp(prefix="troika-", dir=runtime_base())
     path = os.path.abspath(path)
     longest = len(os.fsencode(lifecycle_address(path).removeprefix("ipc://")))
     if longest > MAX_IPC_PATH_BYTES:
@@ -45,6 +44,16 @@ def make_run_dir(path: str | None) -> str:
     if info.st_mode & 0o077:
         raise ValueError(f"run_dir {path} must not be accessible to others (mode 0700)")
     return path
+
+
+def runtime_base() -> str:
+    """Return `$XDG_RUNTIME_DIR` if this user can write to it, else the temporary directory.
+
+    After `sudo -u` or `su` the variable may name the directory of the other user.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR", "")
+    is_usable = os.path.isdir(base) and os.access(base, os.W_OK | os.X_OK)
+    return base if is_usable else tempfile.gettempdir()
 
 
 def exchange_prefix(run_dir: str) -> str:

@@ -9,13 +9,12 @@ import fcntl
 import logging
 import os
 import shutil
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 from protocol.adapters import ADAPTERS_FILE
-from protocol.process.run_dir import ADOPTIONS_FILE, exchange_prefix, make_run_dir
+from protocol.process.run_dir import ADOPTIONS_FILE, exchange_prefix, make_run_dir, runtime_base
 from protocol.stores.tiers import SHARED_MEMORY, remove_memory, remove_orphaned_memory
 
 _EPOCH_FILE = "epoch"
@@ -251,9 +250,7 @@ def _pid_in(lock_fd: int) -> int | None:
 
 
 def _register_dir() -> Path:
-    base = os.environ.get("XDG_RUNTIME_DIR")
-    parent = base if base and os.path.isdir(base) else tempfile.gettempdir()
-    return Path(make_run_dir(f"{parent}/troika-{os.getuid()}"))
+    return Path(make_run_dir(f"{runtime_base()}/troika-{os.getuid()}"))
 
 
 def _entries(register: Path) -> Iterator[tuple[Path, str]]:

@@ -45,7 +45,10 @@ def open_run_dir(path: str | None, *, is_temporary: bool = False) -> RunDir:
     except FileExistsError as error:
         raise ConfigError(f"`run_dir` {path} is a file, not a directory") from error
     except OSError as error:
-        raise ConfigError(f"`run_dir` {path} cannot be used: {error.strerror}") from error
+        what = f"`run_dir` {path} cannot be used"
+        if path is None:
+            what = "no temporary run directory can be made; name one with --run-dir"
+        raise ConfigError(f"{what}: {error.strerror}") from error
     except (ValueError, RunDirBusyError) as error:
         raise ConfigError(re.sub("^run_dir(?= )", "`run_dir`", str(error))) from error
 

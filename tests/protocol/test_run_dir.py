@@ -1,11 +1,12 @@
 """Run directories: private, short enough, or refused with the reason."""
 
 import os
+import tempfile
 from pathlib import Path
 
 import pytest
 
-from protocol.process.run_dir import make_run_dir, replica_dir
+from protocol.process.run_dir import make_run_dir, replica_dir, runtime_base
 
 
 def test_a_new_run_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -13,6 +14,16 @@ def test_a_new_run_dir_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     path = Path(make_run_dir(None))
     assert path.parent == tmp_path
     assert path.stat().st_mode & 0o777 == 0o700
+
+
+def test_a_runtime_directory_of_another_user_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert runtime_base() == str(tmp_path)
+    # Root may write to every directory, so the answer of the system is a stand-in.
+    monkeypatch.setattr(os, "access", lambda path, mode: path != str(tmp_path))
+    assert runtime_base() == tempfile.gettempdir()
 
 
 def test_an_absent_run_dir_is_created_with_its_parents(tmp_path: Path) -> None:

@@ -176,6 +176,15 @@ def test_an_unusable_directory_is_named_by_its_flag(base: Path) -> None:
     held.close(is_abandoned=False)
 
 
+def test_without_room_for_a_temporary_directory_the_flag_is_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", "")
+    monkeypatch.setattr(tempfile, "tempdir", "/proc")  # in which not even root makes a directory
+    with pytest.raises(ConfigError, match=r"^no temporary run directory can be made; name one"):
+        open_run_dir(None)
+
+
 def test_second_holder_is_refused_and_a_look_disturbs_no_holder(
     base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
