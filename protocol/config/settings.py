@@ -25,8 +25,8 @@ import msgspec
 
 from protocol.config import ConfigError, EngineConfig, engine_config, validate
 from protocol.config.field_errors import read_field_error
+from protocol.config.foreign_flags import INSTEAD, OTHER_VALUES
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
-from protocol.config.vllm_flags import INSTEAD, OTHER_VALUES
 
 ENV_PREFIX = "TROIKA_"
 NOTHING: tuple[Any, ...] = (None, {}, ())
@@ -34,6 +34,8 @@ NOTHING: tuple[Any, ...] = (None, {}, ())
 _LIKENESS = 0.75
 """Least similarity, from 0 to 1, between a wrong name and the one that is suggested."""
 _SIZE = re.compile(r"(\d+)([.]\d+)?([kKmMgGtT])")
+_FLAG = re.compile(r"-(?!\d)")
+"""The beginning of a flag, and not that of a negative number."""
 _CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
 _TAKES_NO_VALUE = re.compile(r"argument ([^\s/]+)\S*: ignored explicit argument .*")
 _NEEDS_VALUE = re.compile(r"argument (\S+): expected (one|at least one) argument")
@@ -283,17 +285,19 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineCo
     """
     parsed, unknown = parser.parse_known_intermixed_args(argv)
     if unknown:
-        name = unknown[0].split("=")[0]
         options = [
             option
             for action in parser._actions
             if action.help is not argparse.SUPPRESS
             for option in action.option_strings
         ]
-        if not name.startswith("-"):
+        name = unknown[0].split("=")[0]
+        if not _FLAG.match(name):
             meant = f"; did you mean --{name}?" if f"--{name}" in options else ""
             parser.error(f"unknown argument {name}{meant}; see --help")
-        parser.error(f"unknown flag {name}{hint(name, options)}; see --help")
+        names = dict.fromkeys(word.split("=")[0] for word in unknown if _FLAG.match(word))
+        texts = [f"unknown flag {name}{hint(name, options)}" for name in names]
+        parser.error("\ntroika: ".join(texts) + "; see --help")
     try:
         return resolve(_flags_in(parsed), os.environ, vars(parsed).get("config"))
     except ConfigError as error:
@@ -356,7 +360,7 @@ def _known_variable(variable: str, known: Mapping[str, Setting]) -> str:
 
 
 def hint(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
-    """Return what takes the place of a flag of vLLM, or asks for the known name most like it.
+    """Return what takes the place of another server's flag, or asks for the name most like it.
 
     `spell` writes that name as the user would.
     """

@@ -19,6 +19,7 @@ from api_proc.http.tls import make_context
 from protocol.adapters import AdapterError, open_weights, read_config_bytes
 from protocol.config import ApiConfig, ConfigError, EngineConfig, ModelConfig, settings
 from protocol.config.choices import AttentionName, Device
+from protocol.config.foreign_flags import KEY_VARIABLES
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu
 from protocol.config.lora_modules import parse_lora_module
 from protocol.process.launch import failure_file
@@ -176,6 +177,10 @@ def warnings(argv: Sequence[str], config: EngineConfig) -> Iterator[str]:
             "every user of this machine can read the API key in the list of processes; "
             "pass it with --api-key-file or the variable TROIKA_API_KEY"
         )
+    if not api.api_key and api.api_key_file is None:
+        for variable in KEY_VARIABLES:
+            if variable in os.environ:
+                yield f"{variable} has no effect: clients need no key; set TROIKA_API_KEY"
     is_open = api.uds is None and api.host not in ("127.0.0.1", "::1", "localhost")
     if is_open and not api.api_key and api.api_key_file is None:
         yield f"every client that can reach {api.host} may use this server; set --api-key-file"
@@ -225,6 +230,8 @@ def write_failure(run_dir: str | None, failure: str) -> bool:
 
 def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, EngineConfig]:
     """Parse the command line. Wrong arguments end the program with status 2, help with 0."""
+    # argparse would read llama.cpp's flag as -h.
+    argv = ["--hf-repo" if word == "-hf" else word for word in argv]
     parser = settings.OneLineParser(program, add_help=False, allow_abbrev=False)
     parser.add_argument(
         "model",

@@ -1,12 +1,14 @@
 """Settings: one struct, four sources, and errors that name the setting and its bound."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from protocol.config import ConfigError, Dtype, EngineConfig, validate_api_port
+from protocol.config.foreign_flags import INSTEAD
 from protocol.config.settings import (
     add_flags,
     configure,
@@ -16,7 +18,6 @@ from protocol.config.settings import (
     resolve,
     settings,
 )
-from protocol.config.vllm_flags import INSTEAD
 
 ALONE = {"data_parallel_size": 0, "agents_listen": "10.0.0.1:7100", "curve_keys": "keys"}
 """An engine without a replica on its own machine."""
@@ -311,6 +312,14 @@ def test_names_of_types_are_those_of_vllm() -> None:
 
 def test_no_flag_that_exists_is_explained_as_missing() -> None:
     assert not {setting.flag.strip("-") for setting in settings()} & set(INSTEAD)
+
+
+def test_explanations_name_flags_that_exist() -> None:
+    known = {setting.flag for setting in settings()} | {"--no-api", "--model"}
+    known |= {f"--no-{setting.flag[2:]}" for setting in settings() if setting.is_bool}
+    named = {flag for text in INSTEAD.values() for flag in re.findall(r"--[a-z-]+", text)}
+    assert len(named) > 20
+    assert named <= known
 
 
 @pytest.mark.parametrize("name", ["nnodes", "node_rank", "master-addr"])

@@ -81,7 +81,12 @@ def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
             "'awq' is not one of w8a16, w4a16, w8a8; the format of a quantized checkpoint needs no",
         ),
         (["--trust-remote-code"], "--trust-remote-code: code from a checkpoint is never executed"),
-        (["--response-role", "x"], "unknown flag --response-role; see --help"),
+        (["--response-role", "x"], "--response-role: the role of an answer is assistant"),
+        (["-tp", "2"], "unknown flag -tp: --tensor-parallel-size; see --help"),
+        (["-c", "4096"], "unknown flag -c: --max-model-len; see --help"),
+        (["-hf", "a/b"], "unknown flag --hf-repo: MODEL may be a name such as"),
+        (["-O3"], "unknown flag -O3: decode steps are CUDA graphs"),
+        (["demo", "-1"], "unknown argument -1; see --help"),
         (["--port"], "--port needs a value"),
         (["--enforce-eager=yes"], "--enforce-eager takes no value\n"),
         (["--port", "x"], "--port: 'x' is not a whole number"),
@@ -195,3 +200,14 @@ def test_a_directory_without_an_engine_is_named_at_once(
     monkeypatch.setattr(StatusLink, "query", lambda *_: pytest.fail("it was asked"))
     assert main([*argv, "--run-dir", str(tmp_path)]) == 1
     assert capsys.readouterr().err == f"troika: no engine runs in run dir {tmp_path}\n"
+
+
+def test_all_unknown_flags_are_answered_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["demo", "--download-dir", "/x", "--frobnicate", "-tp=2", "--bias", "-1", "-tp", "4"]
+    assert output(capsys, *argv, status=2).splitlines() == [
+        "troika: unknown flag --download-dir: the variable HF_HUB_CACHE names the directory of "
+        "fetched models",
+        "troika: unknown flag --frobnicate",
+        "troika: unknown flag -tp: --tensor-parallel-size",
+        "troika: unknown flag --bias; see --help",
+    ]

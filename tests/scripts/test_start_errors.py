@@ -325,3 +325,13 @@ def test_setup_names_a_directory_that_cannot_be_written(tmp_path: Path) -> None:
         f"troika: cannot write to {tmp_path}/.venv; make the checkout writable, or copy it to a "
         "directory of yours\n"
     )
+
+
+def test_a_key_in_a_variable_of_another_server_is_reported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("VLLM_API_KEY", "secret")
+    assert list(startup.warnings([], configure(model="null"))) == [
+        "VLLM_API_KEY has no effect: clients need no key; set TROIKA_API_KEY"
+    ]
+    assert not list(startup.warnings([], configure(model="null", api_key=("secret",))))
