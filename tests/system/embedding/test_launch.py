@@ -143,6 +143,26 @@ def test_host_killed_by_sigkill_takes_its_engine_along(start_engine: EngineFacto
     within(3, measure, leaving_s=2.0)
 
 
+@pytest.mark.slow  # test_dead_child_is_replaced covers the deaths that need no new engine
+def test_streams_continue_at_a_new_engine_in_the_same_run_dir(start_engine: EngineFactory) -> None:
+    run_dir = f"{start_engine.base}/own"
+    config = configure(model="null", null_step_ms=10.0, log_level="warning", run_dir=run_dir)
+    params = SamplingParams(max_tokens=100, ignore_eos=True)
+    with EngineProcesses.start(config, timeout_s=TIMEOUT_S) as engine:
+        client = EngineClient(engine.address)
+        client.wait_ready(TIMEOUT_S)
+        golden = client.submit([5, 6], params).result(TIMEOUT_S).token_ids
+        stream = client.submit([5, 6], params)
+        next(stream)
+        supervisor = pids(engine)[Role.SUPERVISOR]
+        os.kill(supervisor, signal.SIGKILL)
+        eventually(lambda: not is_alive(supervisor), "the supervisor is dead")
+        with pytest.raises(EngineStartError, match="the supervisor ended with status -9"):
+            engine.check()
+    with EngineProcesses.start(config, timeout_s=TIMEOUT_S), client:
+        assert stream.result(TIMEOUT_S).token_ids == golden
+
+
 def test_failed_start_raises_the_reason_and_leaves_nothing(start_engine: EngineFactory) -> None:
     """The error has the text of the process that failed."""
     started = time.monotonic()
