@@ -26,11 +26,14 @@ def make_run_dir(path: str | None) -> str:
     None makes a new one in `runtime_base()`. ValueError: the directory cannot be used; the text
     gives the reason. OSError: it cannot be made.
     """
+    is_new = path is None
     if path is None:
         path = tempfile.mkdtemp(prefix="troika-", dir=runtime_base())
     path = os.path.abspath(path)
     longest = len(os.fsencode(lifecycle_address(path).removeprefix("ipc://")))
     if longest > MAX_IPC_PATH_BYTES:
+        if is_new:
+            os.rmdir(path)
         raise ValueError(
             f"run_dir {path} is too long: socket paths of {longest} bytes exceed the system's "
             f"{MAX_IPC_PATH_BYTES}"

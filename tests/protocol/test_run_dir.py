@@ -26,6 +26,17 @@ def test_a_runtime_directory_of_another_user_is_not_used(
     assert runtime_base() == tempfile.gettempdir()
 
 
+def test_a_new_run_dir_whose_name_is_too_long_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tmp_path / ("x" * 100)
+    base.mkdir()
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    with pytest.raises(ValueError, match="is too long"):
+        make_run_dir(None)
+    assert not list(base.iterdir())
+
+
 def test_an_absent_run_dir_is_created_with_its_parents(tmp_path: Path) -> None:
     path = make_run_dir(str(tmp_path / "a" / "b"))
     assert os.stat(path).st_mode & 0o777 == 0o700
