@@ -27,7 +27,8 @@ from tests.worker.parity import (
     make_prompts,
     make_runner,
 )
-from worker_proc.loading.text_model import auto_class, without_libraries
+from worker_proc.loading.text_model import auto_class
+from worker_proc.loading.unbuilt_parts import without_libraries
 
 NUM_KILLED_PROMPTS = 3
 NUM_KILLED_TOKENS = 500

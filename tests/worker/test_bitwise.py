@@ -26,7 +26,7 @@ from tests.worker.bitwise import (
 from tests.worker.checkpoints import build_checkpoint, build_checkpoints
 from tests.worker.runners import make_runners
 from worker_proc.attention.work import SECTION
-from worker_proc.loading.text_model import without_libraries
+from worker_proc.loading.unbuilt_parts import without_libraries
 from worker_proc.native.build import build, compiler
 
 

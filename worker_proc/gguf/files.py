@@ -18,7 +18,6 @@ from worker_proc.gguf.joins import JoinedRows, JoinedTensor
 from worker_proc.gguf.mapped import PLAIN, MappedFiles
 from worker_proc.gguf.names import NamedConstant, NamedTensor, named_tensors
 from worker_proc.gguf.types import READ, TensorType, type_name
-from worker_proc.quantization.files import Parts, WholeWeight
 from worker_proc.quantization.gguf import check_unchanged
 from worker_proc.quantization.headers import StoredTensor
 from worker_proc.quantization.methods import GGUF
@@ -26,6 +25,7 @@ from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import SourceFile
 from worker_proc.quantization.selection import reorder_inputs, select_outputs
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight, join_outputs
+from worker_proc.quantization.weight_files import Parts, WholeWeight
 
 
 class BlocksWeight:
@@ -125,9 +125,9 @@ class GgufFiles:
         self._file.header.check_types()
         self.report = CodesReport(GGUF)
         self.weights: dict[str, BlocksWeight] = {}
-        """Those in codes, by the names that plain weights would have."""
+        """The weights in codes, by the names that plain weights would have."""
         self.whole: dict[str, WholeWeight] = {}
-        """Those that are several tensors."""
+        """The weights that are several tensors."""
         self.plain: dict[str, StoredTensor] = {}
         self._named: dict[str, NamedTensor] = {}
         self._constants: dict[str, NamedConstant] = {}

@@ -13,7 +13,7 @@ from protocol.config import KVCacheDtype
 
 CODE_DTYPE = torch.uint8
 _SCALE_BYTES = torch.float32.itemsize
-_NOTHING = 1e-30
+_MIN_MAGNITUDE = 1e-30
 """Rows without a greater magnitude count as zero."""
 
 
@@ -53,9 +53,8 @@ def round_rows(rows: torch.Tensor, format: KVFormat) -> torch.Tensor:
     """Return the values that codes of keys or values represent, `[..., dim]`, in their dtype."""
     if format is KVFormat.PLAIN:
         return rows
-    max_code = torch.tensor(
-        127.0 if format is KVFormat.INT8 else 448.0
-    )  # divides, as the kernel does
+    # With a tensor, torch divides as the kernel does.
+    max_code = torch.tensor(127.0 if format is KVFormat.INT8 else 448.0)
     values = rows.float()
     greatest = values.abs().amax(-1, keepdim=True)
     inverse = max_code / greatest
@@ -63,5 +62,5 @@ def round_rows(rows: torch.Tensor, format: KVFormat) -> torch.Tensor:
         codes = (values.double() * inverse).round().float()  # the kernel rounds a product once
     else:
         codes = (values * inverse).to(torch.float8_e4m3fn).float()
-    rounded = torch.where(greatest <= _NOTHING, 0.0, codes * (greatest / max_code))
+    rounded = torch.where(greatest <= _MIN_MAGNITUDE, 0.0, codes * (greatest / max_code))
     return torch.where(greatest.isfinite(), rounded, torch.nan).to(rows.dtype)

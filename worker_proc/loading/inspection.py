@@ -37,11 +37,8 @@ from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modul
 from worker_proc.loading.pooling_model import drop_pooler
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
-from worker_proc.loading.text_model import (
-    auto_class,
-    part_for_texts,
-    without_libraries,
-)
+from worker_proc.loading.text_model import auto_class, part_for_texts
+from worker_proc.loading.unbuilt_parts import without_libraries
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.quantization.formats import take_format
 from worker_proc.quantization.scheme import CheckpointFormat

@@ -6,8 +6,7 @@ of its tensors.
 """
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -15,14 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import (
-    PretrainedConfig,
-    PreTrainedModel,
-    core_model_loading,
-    modeling_utils,
-)
+from transformers import PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging as transformers_logging
 
 from protocol.sampling import PoolingType
 from worker_proc.attention.compression import take_compressors
@@ -32,17 +25,11 @@ from worker_proc.attention.probe import is_within
 from worker_proc.attention.recorder import ProbedLayer
 from worker_proc.attention.score_terms import take_score_terms
 from worker_proc.attention.within_tokens import attend_in_tokens
-from worker_proc.errors import (
-    CheckpointError,
-    unsupported_failures,
-)
+from worker_proc.errors import CheckpointError, unsupported_failures
 from worker_proc.gguf.files import GgufFiles
-from worker_proc.loading.checkpoint import (
-    INDEX_DTYPES,
-    check_stored_dtypes,
-    is_unused_buffer,
-)
+from worker_proc.loading.checkpoint import INDEX_DTYPES, check_stored_dtypes, is_unused_buffer
 from worker_proc.loading.deferred_module import load_meta_kernels
+from worker_proc.loading.dense_activations import activate_dense_rows
 from worker_proc.loading.frequencies import fix_frequencies
 from worker_proc.loading.inspection import (
     InspectedModel,
@@ -52,33 +39,29 @@ from worker_proc.loading.inspection import (
     inspect_config,
 )
 from worker_proc.loading.kept_rows import keep_rows
+from worker_proc.loading.load_contexts import reported, straight_to
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.plain_linears import keep_read, make_linears_plain
 from worker_proc.loading.pooling_model import (
     INNER,
     POOLER,
     PoolingModel,
-    activate_dense_rows,
     is_of_head,
 )
 from worker_proc.loading.rescaled_layers import rescale
 from worker_proc.loading.row_positions import give_positions, give_positions_of_rows
 from worker_proc.loading.start_cache import StartCache
-from worker_proc.loading.text_model import (
-    auto_class,
-    building_without,
-    is_of_other_part,
-    is_part_for_texts,
-    without_libraries,
-)
+from worker_proc.loading.text_model import auto_class, is_of_other_part, is_part_for_texts
+from worker_proc.loading.unbuilt_parts import building_without, without_libraries
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.native.kernels import NATIVE_DTYPES
-from worker_proc.quantization.files import QuantizedFiles, WeightFiles
+from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.formats import is_quantized
 from worker_proc.quantization.headers import StoredTensor, read_headers
 from worker_proc.quantization.model import load_quantized, load_state
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
+from worker_proc.quantization.weight_files import WeightFiles
 from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.runner import ReportProgress
 from worker_proc.sampling.heads import DenseHead, Head, SequenceHead
@@ -340,8 +323,8 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
         unused_modules += (POOLER,)
     try:
         with (
-            _reported(progress),
-            _straight_to(device) as placement,
+            reported(progress),
+            straight_to(device) as placement,
             building_without(unused_modules),
         ):
             options = _OPTIONS | placement
@@ -409,55 +392,6 @@ def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
         if parameter.untyped_storage()._cdata not in kept:
             path, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta")))
-
-
-@contextmanager
-def _straight_to(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Yield options that read each weight directly to `device`, never all of them to the host.
-
-    For a single device transformers needs nothing from `accelerate`, but checks for it nonetheless.
-    """
-    check = getattr(modeling_utils, "check_and_set_device_map", None)
-    if device.type == "cpu" or check is None:
-        yield {}
-        return
-    modeling_utils.check_and_set_device_map = lambda device_map: device_map
-    copy_tensor = core_model_loading._materialize_copy
-    if device.type == "meta":  # tensors that are assembled on the host have no values, either
-        core_model_loading._materialize_copy = lambda tensor, _, dtype: copy_tensor(
-            tensor, device, dtype
-        )
-    try:
-        yield {"device_map": {"": device}}
-    finally:
-        modeling_utils.check_and_set_device_map = check
-        core_model_loading._materialize_copy = copy_tensor
-
-
-@contextmanager
-def _reported(progress: ReportProgress) -> Iterator[None]:
-    """Connect transformers' progress bar for weights to `progress`, and print nothing."""
-
-    def iterate(items: Any) -> Iterator[Any]:
-        total = len(items)
-        for done, item in enumerate(items):
-            progress("load_weights", done, total)
-            yield item
-        progress("load_weights", total, total)
-
-    def hook(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if args and hasattr(args[0], "__len__"):
-            return iterate(args[0])
-        return factory(*args, **{**kwargs, "disable": True})
-
-    previous = transformers_logging.set_tqdm_hook(hook)
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        transformers_logging.set_tqdm_hook(previous)
 
 
 def _eos_token_ids(model: PreTrainedModel, text_config: PretrainedConfig) -> list[int]:

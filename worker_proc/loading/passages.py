@@ -1,4 +1,4 @@
-"""Passages, which move rows in and out of a model that has only some of the layers."""
+"""Modules that pass rows into and out of a model that has only some of the layers."""
 
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -9,14 +9,14 @@ from torch import nn
 from worker_proc.loading.deferred_module import make_generator
 
 _NUM_ROWS = 251
-"""Of the table that takes the place of an embedding."""
+"""The number of rows of the table that replaces an embedding."""
 
 
 class LayerForm(NamedTuple):
     """The properties of a layer that the surrounding code uses."""
 
     num_outputs: int = 0
-    """The length of the tuple that it returns; 0: it returns rows."""
+    """The length of the tuple that the layer returns; 0: it returns rows."""
     labels: Mapping[str, str] = {}
     """String attributes of the layer, such as the name of its kind."""
 
@@ -30,14 +30,14 @@ class Passage(nn.Module):
             setattr(self, name, label)
         self._num_outputs = form.num_outputs
         self.given: torch.Tensor | None = None
-        """Rows that it returns instead of its input."""
+        """Rows that the passage returns instead of its input."""
         self.factor = 1.0
         """A power of two that multiplies given rows, since the model divides by it afterwards."""
         self.seen: torch.Tensor | None = None
-        """Its last input, if `keeps` is set."""
+        """The last input, if `keeps` is set."""
         self.keeps = False
         self.keeps_embedding = False
-        """Whether it keeps its second input beside the first one, in the same row."""
+        """If True, `seen` has the values of the second input after those of the first one."""
 
     def forward(
         self, hidden_states: torch.Tensor, *others: object, **_: object
@@ -53,18 +53,18 @@ class Passage(nn.Module):
 
 
 class AnyRows(nn.Module):
-    """Takes the place of an embedding: random rows, of which tokens have different ones."""
+    """Replaces an embedding by a table of random rows; neighbouring tokens have different rows."""
 
     def __init__(self, width: int, dtype: torch.dtype) -> None:
         super().__init__()
         rows = torch.randn(_NUM_ROWS, width, generator=make_generator(2)).to(dtype)
         self._table: nn.Embedding = nn.Embedding.from_pretrained(rows)
         self.given: torch.Tensor | None = None
-        """What it returns instead."""
+        """Rows that the module returns instead of those of the table."""
 
     @property
     def weight(self) -> torch.Tensor:
-        """What models read their device and dtype from."""
+        """The table, from which models read their device and dtype."""
         return self._table.weight
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -75,19 +75,21 @@ class AnyRows(nn.Module):
 
 
 class StageModel(NamedTuple):
-    """The passages of a stage; None: it is the first stage, or the last."""
+    """The passages of a stage, and the rows between stages."""
 
     inlet: Passage | None
+    """The passage that returns the rows of the previous stage; None in the first stage."""
     outlet: Passage | None
+    """The passage that keeps the rows for the next stage; None in the last stage."""
     division: str
-    """The layers of each stage, in words."""
+    """A description of the layers of each stage."""
     first_layer: str
-    """The first of its own layers, named like `last_layer`."""
+    """The name of the module that is the stage's first layer."""
     last_layer: str
     row_width: int
-    """Numbers of a row that passes between stages."""
+    """The number of values of a row that passes between stages."""
     embedding: AnyRows | None = None
-    """What returns the embedding's part of a row, where layers take that, too."""
+    """The module that returns the embedding's part of a row, if layers take that, too."""
 
     def take(self, rows: torch.Tensor) -> None:
         """Pass the previous stage's rows, `[1, T, row_width]`, to the next forward."""
@@ -98,14 +100,14 @@ class StageModel(NamedTuple):
         self.inlet.given = rows if self.inlet.factor == 1.0 else rows * self.inlet.factor
 
     def forget(self) -> None:
-        """Let the next forward compute from tokens again."""
+        """Make the next forward compute from tokens again."""
         if self.inlet is not None:
             self.inlet.given = None
         if self.embedding is not None:
             self.embedding.given = None
 
     def rows(self) -> torch.Tensor:
-        """Return the rows, `[1, T, row_width]`, that the last forward computed for a stage."""
+        """Return the next stage's rows of the last forward, `[1, T, row_width]`."""
         assert self.outlet is not None
         assert self.outlet.seen is not None
         return self.outlet.seen

@@ -30,7 +30,6 @@ class PreparedModel(NamedTuple):
     """Identifies the contents of its files: see `checkpoint_identity`."""
     files: ModelFiles = ModelFiles()
     """Digests of its tokenizer and weights, which clients compare."""
-
     stage: StageModel | None = None
     """The passages of a model that has only some of the layers."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from worker_proc.loading.text_model import LeftOut
+from worker_proc.loading.unbuilt_parts import LeftOut
 
 _RESCALE = "_rescale_layers"
 

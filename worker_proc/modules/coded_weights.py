@@ -14,7 +14,6 @@ from torch import nn
 from worker_proc.native.kernels import Matrices, NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
 from worker_proc.quantization.coded_tensor import CodedTensor
-from worker_proc.quantization.files import Parts
 from worker_proc.quantization.packing import (
     CannotJoin,
     can_take_codes,
@@ -23,6 +22,7 @@ from worker_proc.quantization.packing import (
     pack_codes,
     pack_for_codes,
 )
+from worker_proc.quantization.weight_files import Parts
 
 
 def pack_weight(

@@ -10,11 +10,7 @@ import torch
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from worker_proc.kv.kv_groups import Place
-from worker_proc.offload.service import MAX_READERS
 
-_MAX_STAGED_BYTES = 2**28
-_MIN_STAGED = 8
-_MIN_STATES, _MAX_STATES = 2, 64
 _NAME_BYTES = 8
 
 log = logging.getLogger("troika.worker")
@@ -63,17 +59,3 @@ def describe_draft(checkpoint: str, backend: str, tensors: Sequence[torch.Tensor
 
 def _shapes(prefix: str, tensors: Sequence[torch.Tensor]) -> list[str]:
     return [f"{prefix}{tuple(tensor.shape[1:])} {tensor.dtype}" for tensor in tensors]
-
-
-def num_state_slots(block_bytes: int) -> int:
-    """Return the number of states in transit at a time; those to be written wait in memory."""
-    return MAX_READERS + min(
-        max(_MIN_STATES, _MAX_STAGED_BYTES // max(block_bytes, 1)), _MAX_STATES
-    )
-
-
-def num_slots(config: EngineConfig, facts: ModelFacts, block_bytes: int) -> int:
-    """Return the number of blocks in transit: as many as a step fills, if memory allows it."""
-    per_step = -(-config.scheduler.max_num_batched_tokens // facts.block_size)
-    max_staged = max(_MIN_STAGED, _MAX_STAGED_BYTES // max(block_bytes, 1))
-    return MAX_READERS + min(per_step * len(facts.kv_groups), max_staged)

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 import torch
 
-from worker_proc.quantization.files import CodedWeight, Parts
 from worker_proc.quantization.selection import with_inputs, with_outputs
 from worker_proc.quantization.weight import QuantizedWeight, can_join, join_outputs
+from worker_proc.quantization.weight_files import CodedWeight, Parts
 
 _aten = torch.ops.aten
 

@@ -1,14 +1,10 @@
-"""The weights of a quantized checkpoint, made of the tensors in its files.
-
-Nothing is read before it is needed: files are mapped, and a weight is dequantized when the loader
-requests it, or never, if its codes stay in memory.
-"""
+"""The weights of a quantized checkpoint of safetensors files, which are mapped."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -24,60 +20,7 @@ from worker_proc.quantization.scheme import (
     StackedScheme,
 )
 from worker_proc.quantization.weight import CodeKind, QuantizedWeight
-
-
-class CodedWeight(Protocol):
-    """The weight of one layer in codes, which are in a file."""
-
-    name: str
-    shape: torch.Size
-    report: CodesReport
-
-    @property
-    def kind(self) -> CodeKind: ...
-
-    @property
-    def codes_rows(self) -> bool:
-        """Whether the layer's inputs are rounded to 8 bits, too."""
-
-    def read(self) -> QuantizedWeight:
-        """Read the codes and their scales; raises CheckpointError."""
-
-
-Parts = tuple[CodedWeight, ...]
-"""Weights whose outputs lie one after another."""
-
-
-class WholeWeight(Protocol):
-    """A weight of any number of dimensions that is dequantized when it is read."""
-
-    shape: torch.Size
-    experts: tuple[Parts, ...]
-    """The weights in codes of each expert, or of the one matrix; empty: its codes do not stay."""
-
-    def read(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight in `dtype`; raises CheckpointError."""
-
-
-class WeightFiles(Protocol):
-    """The files of a checkpoint: weights of layers in codes, whole weights, and plain tensors."""
-
-    report: CodesReport
-    plain: dict[str, StoredTensor]
-
-    @property
-    def whole(self) -> Mapping[str, WholeWeight]:
-        """Weights that are not one stored matrix, such as those of all experts of a mixture."""
-
-    @property
-    def weights(self) -> Mapping[str, CodedWeight]:
-        """The weights of layers, by the names that plain weights would have."""
-
-    def num_bytes(self, dtype: torch.dtype) -> int:
-        """Return the bytes of all tensors if codes stay codes; other tensors are of `dtype`."""
-
-    def plain_slices(self) -> dict[str, Any]:
-        """Return slices of the tensors that are not quantized."""
+from worker_proc.quantization.weight_files import Parts
 
 
 class StoredWeight:
@@ -114,16 +57,6 @@ class StoredWeight:
             raise CheckpointError(f"{self.name} {error}") from error
 
 
-class DenseWeight:
-    """A weight in the form of a file's slice, which is dequantized when it is read."""
-
-    def __init__(self, stored: CodedWeight, dtype: torch.dtype) -> None:
-        self._stored, self._dtype = stored, dtype
-
-    def __getitem__(self, _: object) -> torch.Tensor:
-        return self._stored.read().dequantize(self._dtype)
-
-
 class _OfExpert:
     """The part of one expert in a tensor of all experts, in the form of a file's slice."""
 
@@ -154,16 +87,6 @@ class StoredExperts:
             return self._scheme.read(self._slices, self.shape, dtype)
         except ValueError as error:
             raise CheckpointError(f"{self.name} {error}") from error
-
-
-class DenseWhole:
-    """A whole weight in the form of a file's slice, which is dequantized when it is read."""
-
-    def __init__(self, stored: WholeWeight, dtype: torch.dtype) -> None:
-        self._stored, self._dtype = stored, dtype
-
-    def __getitem__(self, _: object) -> torch.Tensor:
-        return self._stored.read(self._dtype)
 
 
 class QuantizedFiles:

@@ -7,7 +7,7 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel
 
 from worker_proc.quantization.coded_tensor import CodedSlice
-from worker_proc.quantization.files import DenseWeight, DenseWhole, WeightFiles
+from worker_proc.quantization.weight_files import DenseWeight, DenseWhole, WeightFiles
 
 
 def load_quantized(

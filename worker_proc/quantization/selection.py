@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from worker_proc.quantization.files import CodedWeight
 from worker_proc.quantization.weight import CodeKind, Multiples, QuantizedWeight
+from worker_proc.quantization.weight_files import CodedWeight
 
 
 class SelectedWeight:

@@ -25,8 +25,9 @@ from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
 from worker_proc.offload.drafts import DraftBlocks
-from worker_proc.offload.layout import describe_draft, num_slots, num_state_slots, with_layout
+from worker_proc.offload.layout import describe_draft, with_layout
 from worker_proc.offload.memory import BlockMemory, NoMemory
+from worker_proc.offload.slots import num_slots, num_state_slots
 from worker_proc.offload.staging import PoolMemory
 from worker_proc.parallel.adoption import TIMEOUT_S, Adoption
 from worker_proc.parallel.connect import connect

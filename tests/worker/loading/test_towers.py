@@ -15,7 +15,7 @@ from tests.worker.driving import drive
 from tests.worker.parity import GREEDY, MAX_TOKENS, generate, make_prompts, make_runner
 from tests.worker.score_term_models import SCORE_TERMS
 from worker_proc.errors import UnsupportedModel
-from worker_proc.loading.text_model import (
+from worker_proc.loading.unbuilt_parts import (
     MissingTower,
     building_without_libraries,
     without_libraries,
