@@ -17,12 +17,12 @@ from worker_proc.adapters.rows import Part
 from worker_proc.adapters.sites import Site, Sites
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend
+from worker_proc.calibration.same_bits import have_same_bits
 from worker_proc.calibration.self_check import (
     NUM_DECODED,
     check_texts,
     compute_stepwise,
     compute_whole,
-    have_same_bits,
     max_error,
     median_error,
 )

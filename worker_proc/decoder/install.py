@@ -20,12 +20,12 @@ from worker_proc.attention.interface import (
     Scoring,
     attending_twice,
 )
+from worker_proc.calibration.same_bits import have_same_bits
 from worker_proc.calibration.self_check import (
     TEXT_LENGTHS,
     check_texts,
     compute_stepwise,
     compute_whole,
-    have_same_bits,
     max_error,
     median_error,
 )

@@ -32,7 +32,7 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantized
 from worker_proc.modules.trial_calls import Call, at_positions, record_calls
-from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest_row_error
 from worker_proc.modules.trial_texts import compute_in_steps, descending_tables, steps_of
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
@@ -137,9 +137,7 @@ class _Trial(NamedTuple):
         if compression is not None and not compression.parameters:
             compression.take_parameters()
         set_implementation(self.module, IMPLEMENTATION)
-        found = self._computed_in_steps(rows)
-        lengths = expected.norm(dim=-1).clamp_min(1e-30)
-        return greatest([float(((found - expected).norm(dim=-1) / lengths).max())])
+        return greatest_row_error(self._computed_in_steps(rows), expected)
 
     def _computed_in_steps(self, rows: torch.Tensor) -> torch.Tensor:
         num_texts, num_tokens, _ = rows.shape

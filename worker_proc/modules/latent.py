@@ -31,7 +31,7 @@ from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.coded_weights import dequantize_weights, dequantized
 from worker_proc.modules.trial_calls import Call, as_float, compute_text, first_calls
-from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest, greatest_row_error
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import Rotation
 from worker_proc.recurrent.layers import own_forwards
@@ -231,7 +231,5 @@ def _error(module: nn.Module, candidate: nn.Module, call: Call) -> float:
         expected, found = module(rows, **call), candidate(rows, **call)
         if len(expected) != len(found) or expected[0].shape != found[0].shape:
             return math.inf
-        difference = (found[0] - expected[0]).norm(dim=-1)
-        lengths = expected[0].norm(dim=-1).clamp_min(1e-30)  # a gate may have closed a row
-        errors.append(float((difference / lengths).max()))
+        errors.append(greatest_row_error(found[0], expected[0]))
     return greatest(errors)

@@ -37,7 +37,7 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.modules.trial_calls import first_calls, in_float32
-from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest, greatest_row_error
 from worker_proc.recurrent.cache_argument import CACHE
 
 NUM_TOKENS = 7
@@ -351,8 +351,7 @@ class _Trial(NamedTuple):
             found = ours.call(module, rows, OwnCache(attend, self.num_past))
             if expected.shape != found.shape:
                 return math.inf
-            lengths = expected.norm(dim=-1).clamp_min(1e-30)
-            errors.append(float(((found - expected).norm(dim=-1) / lengths).max()))
+            errors.append(greatest_row_error(found, expected))
         return greatest(errors)
 
 

@@ -8,20 +8,18 @@ between blocks.
 import copy
 import math
 from array import array
-from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import Parameter, signature
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
-from transformers.utils import logging as transformers_logging
 
 from worker_proc.inputs import StepInputs
 from worker_proc.loading.deferred_module import make_generator
+from worker_proc.loading.transformers_log import quiet_transformers
 from worker_proc.modules.coded_weights import dequantized
 from worker_proc.modules.left_factors import ObservedProducts
-from worker_proc.modules.trial_errors import TRIAL_SCALES
+from worker_proc.modules.trial_errors import TRIAL_SCALES, row_errors
 from worker_proc.modules.trial_texts import STEPS, compute_in_steps
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.layers import install, make_layer
@@ -70,7 +68,7 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
     scales = torch.tensor(TRIAL_SCALES).view(-1, 1, 1)
     shape = len(TRIAL_SCALES), num_tokens, spec.input_size
     rows = torch.randn(shape, generator=make_generator(1)) * scales
-    with _own_functions():
+    with quiet_transformers():  # it warns that it uses its PyTorch functions
         expected = _computed(module, spec, rows)
     found = _computed_in_steps(module, spec, library, rows)
     if expected.shape != found.shape:
@@ -79,7 +77,7 @@ def find_error(module: nn.Module, spec: RecurrentSpec, library: NativeLibrary | 
 
 
 def _greatest_error(found: torch.Tensor, expected: torch.Tensor) -> float:
-    error = (found - expected).norm(dim=-1) / expected.norm(dim=-1).clamp_min(1e-30)
+    error = row_errors(found, expected)
     of_most = float(error.quantile(1.0 - FEW_ROWS, interpolation="higher"))
     greatest = max(of_most, float(error.max()) / MAX_RATIO_OF_FEW)
     return greatest if math.isfinite(greatest) else math.inf
@@ -95,7 +93,7 @@ def observe(module: nn.Module, spec: RecurrentSpec, dtype: torch.dtype) -> Obser
     for num_tokens in (2, 3):
         rows = torch.zeros(1, num_tokens, spec.input_size, dtype=dtype)
         with (
-            _own_functions(),
+            quiet_transformers(),
             dequantized(module),
             RowwiseFunctions() as functions,
             ObservedProducts(module) as products,
@@ -104,17 +102,6 @@ def observe(module: nn.Module, spec: RecurrentSpec, dtype: torch.dtype) -> Obser
         seen.append(functions.sizes)
     names = (products.left, products.right, products.added, products.others)
     return Observed(seen[0] != seen[1], *map(sorted, names))
-
-
-@contextmanager
-def _own_functions() -> Iterator[None]:
-    """Suppress transformers' warning that it uses its PyTorch functions; ours replace them."""
-    verbosity = transformers_logging.get_verbosity()
-    transformers_logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
 
 
 def _computed_in_steps(

@@ -36,7 +36,7 @@ from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.row_positions import PackedPositions, PastTokens, counts_from_cache
 from worker_proc.modules.packed_linear import can_pack, make_linear
 from worker_proc.modules.trial_calls import Call, at_positions, in_float32, record_calls
-from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest
+from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest, greatest_row_error
 from worker_proc.modules.trial_texts import STEPS, compute_in_steps, descending_tables, steps_of
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.cache_argument import CACHE
@@ -156,8 +156,7 @@ class _Trial(NamedTuple):
             found = self._computed_in_steps(rows, shift)
         finally:
             set_implementation(self.module, before)
-        lengths = expected.norm(dim=-1).clamp_min(1e-30)
-        return greatest([float(((found - expected).norm(dim=-1) / lengths).max())])
+        return greatest_row_error(found, expected)
 
     def _own(self, text: torch.Tensor, shift: int) -> torch.Tensor:
         num_tokens = text.shape[1]

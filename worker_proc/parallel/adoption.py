@@ -1,14 +1,14 @@
-"""What the ranks of a group have in common since a core has adopted them: an epoch, and files.
+"""The state that ranks share from the time a core adopts them: an epoch, and files.
 
-A file of shared memory is made by one rank, and is gone from its directory once all ranks have it.
-Its name contains the epoch of the link, so ranks of different adoptions never meet, and each
-adoption begins with zeros.
+One rank makes a file of shared memory. The file is removed from its directory once all ranks have
+mapped it. Its name contains the epoch of the link, so ranks of different adoptions never map the
+same file, and the memory of each adoption begins with zeros.
 
-A core may die between sending a step to one rank and to the next. So each rank writes the epoch of
-its last adoption to a further file, in the run directory, and whether it has left that one. A rank
-that waits abandons its step if another one has left the adoption, or has a later one. A rank that
-waits for another one does not hang: it reports this, so that only the one that computes too long is
-ended.
+A core may die between sending a step to one rank and to the next. Each rank therefore writes two
+numbers to a further file, in the run directory: the epoch of its last adoption, and the last
+adoption that it has left. A waiting rank abandons its step if another rank has left the adoption,
+or belongs to a later one. It also reports that it waits, so that the supervisor ends only the rank
+that computes for too long.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from protocol.process.run_dir import ADOPTIONS_FILE, exchange_prefix
 from worker_proc.runner import StepAbandoned
 
 TIMEOUT_S = 60.0
-"""Of one wait, at least. If a rank dies, it ends earlier: the supervisor kills the others of its
-group."""
+"""The limit for one wait. A wait for a dead rank ends earlier: the supervisor kills the group."""
 SHARED_MEMORY = Path("/dev/shm")
 SLICE_NS = 50_000_000
-"""Of a wait, in which no signal is handled and no epoch is read."""
-_LOOK_S = 0.001  # between looks for the file of another rank
+"""The longest part of a wait in which no signal is handled and no epoch is read."""
+_LOOK_S = 0.001
+"""The time between two attempts to open the file of another rank."""
 _ADOPTION_WORDS = 3
 _WORD_BYTES = 8
 
@@ -36,7 +36,7 @@ log = logging.getLogger("troika.worker")
 
 
 class RankMissing(RuntimeError):
-    """Another rank has not taken its part in an exchange."""
+    """Another rank has not taken part in an exchange in time."""
 
 
 class Adoption:
@@ -45,10 +45,11 @@ class Adoption:
     def __init__(
         self, rank: int, num_ranks: int, run_dir: str, *, timeout_s: float = TIMEOUT_S
     ) -> None:
-        """Take the rank's number; files are made in shared memory, or else in the run directory.
+        """Prepare an adoption; `rank` is this rank's number in the whole group.
 
-        The ranks are children of one supervisor: the files' names contain its pid, and the inode of
-        the run directory.
+        Files are made in shared memory, or in the run directory if that fails. Their names contain
+        the pid of the supervisor, which is the parent of all ranks, and the inode of the run
+        directory.
         """
         self.report_wait: Callable[[], None] = _nothing
         """Called several times a second while this rank waits for another one."""
@@ -61,24 +62,25 @@ class Adoption:
         self._adoptions = _Adoptions(Path(run_dir), num_ranks)
 
     def begin(self, epoch: int) -> None:
-        """Note that a core has adopted the group under an epoch."""
+        """Record that a core has adopted the group under an epoch."""
         self.epoch = epoch
         self._adoptions.enter(self.rank, epoch)
 
     def leave(self) -> None:
-        """Note that this rank takes no part in further steps of the adoption."""
+        """Record that this rank takes no part in further steps of the adoption."""
         if self.epoch is not None:
             self._adoptions.leave(self.rank, self.epoch)
 
     @property
     def deadline(self) -> float:
-        """Of a wait that begins now."""
+        """The deadline of a wait that begins now, in seconds of `time.monotonic`."""
         return time.monotonic() + self.timeout_s
 
     def check(self, deadline: float, problem: str) -> None:
-        """Report a wait; raises an error if there is nothing to wait for any more.
+        """Report a wait, and raise an error if the wait is over.
 
-        RankMissing: the deadline has passed. StepAbandoned: another rank has left the adoption.
+        Raises RankMissing with `problem` after the deadline, and StepAbandoned if another rank has
+        left the adoption.
         """
         self.report_wait()
         assert self.epoch is not None
@@ -88,9 +90,9 @@ class Adoption:
             raise RankMissing(f"{problem} in {self.timeout_s} s")
 
     def map_file(self, label: str, num_bytes: int, *, makes: bool, deadline: float) -> mmap.mmap:
-        """Map a file of this adoption, which one rank makes and the others wait for.
+        """Map a file of this adoption, which one rank makes while the others wait for it.
 
-        ValueError: its size is not the one that this rank expects.
+        Raises ValueError if the file does not have `num_bytes` bytes.
         """
         name = self._name(label)
         fd = self._make(name, label, num_bytes) if makes else self._open(name, deadline)
@@ -101,7 +103,7 @@ class Adoption:
             return mmap.mmap(fd, num_bytes)
 
     def path(self, label: str) -> Path:
-        """Return where the ranks meet in the run directory, by a name that is this adoption's."""
+        """Return the path in the run directory of a file of this adoption."""
         return self._directories[-1] / self._name(label)
 
     def remove_older(self, label: str) -> None:
@@ -121,7 +123,7 @@ class Adoption:
         return f"{self._prefix}{label}{os.getppid()}-{self.epoch}"
 
     def _make(self, name: str, label: str, num_bytes: int) -> int:
-        """Make the file, in the first directory that has room for it."""
+        """Make the file in the first directory that has room for it, and return its descriptor."""
         self.remove_older(label)
         for directory in self._directories[:-1]:
             try:
@@ -144,11 +146,11 @@ def _nothing() -> None:
 
 
 def _make_file(path: Path, num_bytes: int) -> int:
-    """Make a file of zeros, which appears when it has its size; returns its descriptor."""
+    """Make a file of zeros, which appears once it has its size; return its descriptor."""
     hidden = path.with_name(f"new-{path.name}")
     fd = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
     try:
-        # Else a write to a full file system would end the process.
+        # Without this, writing to a page on a full file system would end the process (SIGBUS).
         os.posix_fallocate(fd, 0, num_bytes)
         hidden.rename(path)
     except OSError:
@@ -159,9 +161,10 @@ def _make_file(path: Path, num_bytes: int) -> int:
 
 
 class _Adoptions:
-    """Each rank's process, its last adoption, and the last that it has left, in a mapped file.
+    """Three words for each rank in a mapped file: its pid, its last adoption, the last it has left.
 
-    The ranks of a new group write to the same file as those before it, which are dead by then.
+    The ranks of a new group write to the same file as those of the previous group, which are dead
+    by then.
     """
 
     def __init__(self, run_dir: Path, num_ranks: int) -> None:
@@ -177,7 +180,7 @@ class _Adoptions:
 
     def enter(self, rank: int, epoch: int) -> None:
         first = rank * _ADOPTION_WORDS
-        self._words[first + 2] = 0  # a rank before this one may have left a later adoption
+        self._words[first + 2] = 0  # the previous process of this rank may have left a later one
         self._words[first], self._words[first + 1] = os.getpid(), epoch
 
     def leave(self, rank: int, epoch: int) -> None:
@@ -198,6 +201,6 @@ def _is_alive(pid: int) -> bool:
         os.kill(pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # of another user: the pid was used again
+    except PermissionError:  # the pid now belongs to a process of another user
         return False
     return True

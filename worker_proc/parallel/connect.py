@@ -1,4 +1,4 @@
-"""Lets the layers of a divided model add up what the ranks have computed."""
+"""Inserts the sums over all ranks into the layers of a divided model."""
 
 from functools import partial
 from typing import Any
@@ -15,9 +15,10 @@ from worker_proc.parallel.exchange import RankExchange
 
 
 def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) -> None:
-    """Exchange sums behind each attention and MLP, in the modules or in the native decoder.
+    """Add up the outputs of all ranks after each attention and MLP.
 
-    The output layer gathers the logits of all ranks.
+    The native decoder `stack` does this, if there is one, and otherwise the modules do. The output
+    layer gathers the logits of all ranks.
     """
     head = output_layer(loaded.model)
     if head is not None and is_divided(head, loaded.vocab_size):
@@ -27,7 +28,7 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
         return
 
     def add(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):  # of an MLP that also returns what its router has chosen
+        if isinstance(output, tuple):  # some MLPs also return the choices of their router
             return add(module, args, output[0]), *output[1:]
         rows = output.flatten(0, -2).contiguous()
         exchange.add(rows)
@@ -37,7 +38,7 @@ def connect(loaded: LoadedModel, stack: Stack | None, exchange: RankExchange) ->
         if isinstance(module, RankNorm) and module.is_shared:
             module.add_up = exchange.add
     summed = {loaded.model.get_submodule(name) for name in loaded.summed}
-    for module in summed:  # of layers that share weights, once
+    for module in summed:  # each module once, although several layers may share it
         module.register_forward_hook(add)
 
 

@@ -1,4 +1,4 @@
-"""What adds up the rows of ranks on their devices, as the exchange sees it (cuda/rank_group.py)."""
+"""The interface for sums of rows on the devices of ranks (implemented by cuda/rank_group.py)."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,21 +7,22 @@ from typing import Protocol
 import torch
 
 DIFFERS = -2
-"""Stands for a token that the ranks' devices have chosen differently."""
+"""Replaces a token if the devices of two ranks have chosen different ones."""
 
 
 class DeviceGroup(Protocol):
-    """One rank's side; every rank makes the same calls in the same order.
+    """One rank's view of the group; every rank makes the same calls in the same order.
 
-    A call returns before the device has computed it, and a device waits for those of all ranks. So
-    no call may begin before all ranks have the step (`RankExchange.begin_step`).
+    A call returns before the device has computed it, and the device then waits for the devices of
+    all ranks. No call may therefore begin before all ranks have received the step
+    (`RankExchange.begin_step`).
     """
 
     def join(self, path: Path, members: Sequence[int]) -> None:
-        """Connect with the other ranks, which meet at a file that no earlier ranks have used.
+        """Connect with the other ranks through a file at `path`, which is unused so far.
 
-        `members` are their processes. RuntimeError: they are others than at the last call, so what
-        was captured belongs to ranks that are gone.
+        `members` are the pids of all ranks. Raises RuntimeError if they differ from those of the
+        last call: captured graphs would contain connections to dead processes.
         """
 
     def add(self, rows: torch.Tensor) -> None:
@@ -31,4 +32,4 @@ class DeviceGroup(Protocol):
         """Return the columns of all ranks, `[T, num_ranks * width]`, in the order of the ranks."""
 
     def mark_differences(self, token_ids: torch.Tensor) -> None:
-        """Replace tokens, `[T]`, by `DIFFERS` where another rank has chosen another one."""
+        """Replace tokens, `[T]`, by `DIFFERS` where two ranks have chosen different ones."""

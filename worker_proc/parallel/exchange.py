@@ -1,10 +1,10 @@
-"""The sums that the ranks of a model exchange in every layer, through memory that they share.
+"""Sums of the rows of all ranks in every layer, through shared memory.
 
-The memory is a file of the adoption (adoption.py), which the first of them makes. Of a model in
-stages, the ranks of each stage have a file.
+The memory is a file of the adoption (adoption.py), which the first rank makes. In a model with
+pipeline stages, the ranks of each stage have a separate file.
 
-Ranks on GPUs add up rows there (cuda/rank_group.py). Through the memory they exchange what the host
-knows, and agree on each step before any device begins it.
+Ranks on GPUs add up rows on their devices (cuda/rank_group.py). They use the shared memory for
+values of the host, and to agree on each step before any device begins it.
 """
 
 import ctypes
@@ -25,15 +25,15 @@ from worker_proc.parallel.share import Share
 from worker_proc.runner import StepAbandoned
 
 SLOT_BYTES = 1 << 20
-"""Of the rows that are exchanged at once; more are divided."""
+"""The most bytes of one rank that are exchanged at once; more rows are exchanged in parts."""
 
 
 class RanksDiffer(RuntimeError):
-    """The ranks have computed different things, so all later sums would be wrong."""
+    """The ranks have sampled different tokens, so all later sums would be wrong."""
 
 
 class RankExchange:
-    """One rank's side; every rank makes the same calls in the same order."""
+    """One rank's view of the exchange; every rank makes the same calls in the same order."""
 
     def __init__(
         self,
@@ -44,9 +44,9 @@ class RankExchange:
         slot_bytes: int = SLOT_BYTES,
         group: DeviceGroup | None = None,
     ) -> None:
-        """Take the adoption of the whole group, and which of the ranks of its stage this one is.
+        """`adoption` is that of the whole group; `share` is this rank's place in its stage.
 
-        `group` adds up the rows, if the ranks compute on GPUs.
+        `group` adds up the rows if the ranks compute on GPUs.
         """
         self.rank, self.num_ranks = share
         self._library = library
@@ -59,24 +59,25 @@ class RankExchange:
         self._native: NativeExchange | None = None
 
     def on_wait(self, report: Callable[[], None]) -> None:
-        """Have `report` called several times a second while this rank waits for another one."""
+        """Set the function that is called several times a second while this rank waits."""
         self._adoption.report_wait = report
 
     def begin(self, epoch: int) -> None:
-        """Leave the exchange of the last adoption; the first call after this joins the next one."""
+        """Begin a new adoption; the next exchange maps its memory."""
         self._native, self._memory = None, None
         self._adoption.begin(epoch)
 
     def leave(self) -> None:
-        """Take no part in further steps of this adoption: ranks that wait abandon theirs."""
+        """Take no part in further steps of this adoption: waiting ranks abandon theirs."""
         self._adoption.leave()
 
     def begin_step(self) -> None:
-        """Return once all ranks have the next step, if devices add up its rows; raises as `add`.
+        """Wait until all ranks have received the next step, if devices add up its rows.
 
-        A device that waits for a rank's rows waits for ever if they do not come. So either all
-        ranks begin a step, or none does: where another rank has left the adoption, it has left
-        before it had this step, which no rank begins then, or after all ranks had it.
+        A device waits without limit for the rows of the other ranks, so either all ranks or none
+        may begin a step. If another rank has left the adoption before it received this step, no
+        rank begins it, and StepAbandoned is raised. If it has left afterwards, all ranks have
+        received the step, and begin it. Raises the errors of `add`.
         """
         if self.group is None:
             return
@@ -90,8 +91,8 @@ class RankExchange:
     def add(self, rows: torch.Tensor) -> None:
         """Replace rows, `[T, width]`, by the sums of all ranks' rows, in float32.
 
-        All ranks get the same bits. RankMissing: another rank is not there. StepAbandoned: one
-        has left the adoption.
+        All ranks get the same bits. Raises RankMissing if another rank does not take part in time,
+        and StepAbandoned if one has left the adoption.
         """
         if self.group is not None:
             self.group.add(rows)
@@ -107,9 +108,10 @@ class RankExchange:
             raise ValueError(f"a row of {row_bytes} bytes exceeds a slot of {self._slot_bytes}")
 
     def execute(self, program: ProgramArgs, run: RunArgs) -> None:
-        """Execute a program of the native decoder that adds up rows of all ranks; raises as `add`.
+        """Execute a program of the native decoder that adds up rows of all ranks.
 
-        Where another rank is missing, the program stops after a slice of time, and goes on there.
+        If another rank is missing, the program stops after a slice of time, and is resumed at the
+        same instruction. Raises the errors of `add`.
         """
         native = self._joined()
         run.exchange = ctypes.addressof(native.args)
@@ -125,7 +127,7 @@ class RankExchange:
         return self.gather_on_host(columns) if self.group is None else self.group.gather(columns)
 
     def gather_on_host(self, columns: torch.Tensor) -> torch.Tensor:
-        """Return columns in host memory as `gather` does, whatever the ranks compute on."""
+        """As `gather`, for columns in host memory, regardless of the ranks' devices."""
         native = self._joined()
         shape = len(columns), self.num_ranks * columns.shape[1]
         out = torch.empty(shape, dtype=columns.dtype)
@@ -137,7 +139,7 @@ class RankExchange:
         return out
 
     def minimum(self, number: int) -> int:
-        """Return the smallest of all ranks' numbers; raises as `add` does."""
+        """Return the smallest of all ranks' numbers; raises the errors of `add`."""
         return int(self.gather_on_host(torch.tensor([[number]])).min())
 
     def agree(self, token_ids: Sequence[int]) -> None:
@@ -148,7 +150,7 @@ class RankExchange:
             raise RanksDiffer(f"the ranks have sampled different tokens (checksums {found})")
 
     def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield consecutive rows that fit into a slot."""
+        """Yield consecutive parts of the rows, each of which fits in a slot."""
         row_bytes = rows.shape[1] * rows.element_size()
         self.check_row(row_bytes)
         yield from rows.split(self._slot_bytes // row_bytes)
@@ -175,10 +177,10 @@ class RankExchange:
         return self._native
 
     def _join_group(self, group: DeviceGroup) -> None:
-        """Connect the devices of all ranks, at a file with the name of this adoption."""
+        """Connect the devices of all ranks through a file of this adoption."""
         label = f"group-{self._first_rank}-"
         path = self._adoption.path(label)
-        if self.rank == 0:  # before any of the ranks makes the file of this adoption
+        if self.rank == 0:  # no rank has made the file of this adoption yet
             self._adoption.remove_older(label)
         try:
             group.join(path, self.gather_on_host(torch.tensor([[os.getpid()]]))[0].tolist())

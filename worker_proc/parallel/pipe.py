@@ -1,16 +1,17 @@
-"""What stages pass to each other in a step, through memory that they share.
+"""Channels between pipeline stages, in shared memory: rows and sampled tokens.
 
-Each stage passes the rows behind its last layer to the next one. The last stage passes the sampled
-tokens to the first one, and with speculation to all others. Where several ranks divide the layers
-of a stage, all of them have the same rows and tokens, and each passes them to the rank with its
-place in the other stage.
+Each stage passes the rows after its last layer to the next stage. The last stage passes the sampled
+tokens to the first one and, with speculation, to all others. If several ranks divide the layers of
+a stage, all of them have the same rows and tokens, and each passes them to the rank with the same
+number in the other stage.
 
-Both sides know from the step how many rows there are. A channel has two slots; of rows, the writer
-waits until the reader has left the slot, so a stage is at most two steps ahead of the next one.
+Both sides know the number of rows from the step. A channel has two slots. A writer of rows waits
+until the reader has read the slot that it will overwrite, so a stage is at most two steps ahead of
+the next one.
 
-The tokens have no such wait, which could close a circle. There are more slots than steps in flight,
-and a stage that reads them takes the tokens of a step before it computes the one whose tokens get
-the same slot.
+A writer of tokens does not wait, since stages that wait for each other in a circle would never
+continue. Instead there are more slots than steps in flight. A stage takes the tokens of a step
+before it computes the step whose tokens will overwrite them.
 """
 
 import ctypes
@@ -27,21 +28,23 @@ from worker_proc.parallel.share import Share
 from worker_proc.parallel.stages import Stage
 
 MAX_SLOT_BYTES = 32 << 20
-"""Of rows that are passed at once; more are divided."""
+"""The most bytes of rows that are passed at once; more rows are passed in parts."""
 _LABEL = "stages-"
-_LINE = 128  # bytes, to which slots are rounded up
-_SLOTS = 2  # of a channel
+_LINE = 128
+"""The number of bytes of which the size of a slot is a multiple."""
+_SLOTS = 2
+"""The number of slots of a channel."""
 
 
 class PipeSize(NamedTuple):
-    """The largest step."""
+    """The sizes of the largest step, and the number of steps in flight."""
 
     num_rows: int
     row_bytes: int
     num_words: int
-    """That the last stage publishes for one step."""
+    """The most words that the last stage publishes for one step."""
     num_steps: int
-    """In flight."""
+    """The most steps in flight."""
 
     @property
     def row_slot_bytes(self) -> int:
@@ -58,7 +61,7 @@ class PipeSize(NamedTuple):
 
 
 class _Channel:
-    """Slots that one rank writes and another one reads, with numbers from 1 on."""
+    """Slots that one rank writes and another one reads; each write has a number, from 1 on."""
 
     def __init__(self, native: NativeExchange, slot_bytes: int) -> None:
         self._native = native
@@ -68,57 +71,58 @@ class _Channel:
         self._native.publish(rows, number)
 
     def has(self, number: int, timeout_ns: int = 0) -> bool:
-        """Wait until a number was written; returns whether it was."""
+        """Wait until a number has been written, and return whether it has."""
         return self._native.wait(number, timeout_ns) == ALL_PUBLISHED
 
     def read(self, out: torch.Tensor, number: int) -> None:
-        """Read what was written under a number, which `has` has shown."""
+        """Read the rows of a number that has been written according to `has`."""
         self._native.gather(out, number, out)
 
 
 class _Rows:
-    """Rows from one stage to the next."""
+    """The channels for rows from one stage to the next."""
 
-    def __init__(self, data: _Channel, left: _Channel) -> None:
-        """`left`: the reader writes there which number it has read."""
+    def __init__(self, data: _Channel, read: _Channel) -> None:
+        """`data` has the rows; in `read` the reader publishes the numbers that it has read."""
         self._data = data
-        self._left = left
+        self._read = read
         self._number = 0
 
     def send(self, rows: torch.Tensor, wait: Callable[[_Channel, int, str], None]) -> None:
         for part in self._parts(rows):
             self._number += 1
             if self._number > _SLOTS:
-                wait(self._left, self._number - _SLOTS, "the next stage has not read its rows")
+                wait(self._read, self._number - _SLOTS, "the next stage has not read its rows")
             self._data.write(part, self._number)
 
     def receive(self, out: torch.Tensor, wait: Callable[[_Channel, int, str], None]) -> None:
         for part in self._parts(out):
             self._number += 1
-            wait(self._data, self._number, "the stage before has not computed its rows")
+            wait(self._data, self._number, "the previous stage has not computed its rows")
             self._data.read(part, self._number)
-            self._left.write(_NOTHING, self._number)
+            self._read.write(_NO_ROWS, self._number)
 
     def _parts(self, rows: torch.Tensor) -> Iterator[torch.Tensor]:
         row_bytes = rows.shape[1] * rows.element_size()
         yield from rows.split(self._data.slot_bytes // row_bytes)
 
 
-_NOTHING = torch.empty(0, 1)
+_NO_ROWS = torch.empty(0, 1)
 
 
 class _Memory(NamedTuple):
     """The channels of an adoption that a rank uses."""
 
     file: mmap.mmap
-    before: _Rows | None
-    behind: _Rows | None
+    """The mapping, which lasts as long as the channels over it are used."""
+    from_previous: _Rows | None
+    to_next: _Rows | None
     tokens: list[_Channel]
     min_draft_states: int
 
 
 class StagePipe:
-    """One rank's ends of the channels; every rank counts the same steps."""
+    """One rank's view of the channels; every rank counts the same steps."""
 
     def __init__(
         self,
@@ -130,9 +134,9 @@ class StagePipe:
         *,
         num_draft_states: int = 0,
     ) -> None:
-        """Take the adoption of the whole group, and the place of this rank in it.
+        """`adoption` is that of the whole group; `stage` and `share` are this rank's place in it.
 
-        `num_draft_states`: blocks that this rank has for the states before drafts.
+        `num_draft_states` is the number of this rank's blocks for the states before drafts.
         """
         self.stage = stage
         self._share = share
@@ -145,45 +149,49 @@ class StagePipe:
 
     @property
     def min_draft_states(self) -> int:
-        """Blocks for the states before drafts that every rank has; waits as `receive` does."""
+        """The least number of blocks for states before drafts of any rank.
+
+        Waits for all ranks, and raises the errors of `receive`.
+        """
         return self._joined().min_draft_states
 
     @property
     def max_steps_behind(self) -> int:
-        """Steps whose tokens a stage may not have taken when it begins another one."""
+        """The most steps whose tokens a stage has not taken when it begins another step."""
         return _SLOTS * self._size.num_token_channels - 1
 
     def on_wait(self, report: Callable[[], None]) -> None:
-        """Have `report` called several times a second while this rank waits for another one."""
+        """Set the function that is called several times a second while this rank waits."""
         self._adoption.report_wait = report
 
     def begin(self, epoch: int) -> None:
-        """Leave the channels of the last adoption; the first call after this joins the next one."""
+        """Begin a new adoption; the next use of a channel maps its memory."""
         self._memory = None
         self._num_published = 0
         self._adoption.begin(epoch)
 
     def leave(self) -> None:
-        """Take no part in further steps of this adoption: ranks that wait abandon theirs."""
+        """Take no part in further steps of this adoption: waiting ranks abandon theirs."""
         self._adoption.leave()
 
     def receive(self, rows: torch.Tensor) -> None:
-        """Fill `[T, width]` with the rows of the stage before.
+        """Fill `[T, width]` with the rows of the previous stage.
 
-        RankMissing: they do not come. StepAbandoned: another rank has left the adoption.
+        Raises RankMissing if they do not arrive in time, and StepAbandoned if another rank has left
+        the adoption.
         """
-        before = self._joined().before
-        assert before is not None
-        before.receive(rows, self._wait)
+        channels = self._joined().from_previous
+        assert channels is not None
+        channels.receive(rows, self._wait)
 
     def send(self, rows: torch.Tensor) -> None:
-        """Pass `[T, width]` to the next stage; raises as `receive` does."""
-        behind = self._joined().behind
-        assert behind is not None
-        behind.send(rows, self._wait)
+        """Pass `[T, width]` to the next stage; raises the errors of `receive`."""
+        channels = self._joined().to_next
+        assert channels is not None
+        channels.send(rows, self._wait)
 
     def publish(self, words: Sequence[int]) -> None:
-        """Pass the results of the next step to the other stages."""
+        """Pass the results of the step after the last published one to the other stages."""
         self._num_published += 1
         channel, number = self._token_slot(self._num_published)
         if (1 + len(words)) * torch.long.itemsize > channel.slot_bytes:
@@ -191,12 +199,15 @@ class StagePipe:
         channel.write(torch.tensor([len(words), *words]).unsqueeze(1), number)
 
     def has_tokens(self, step: int) -> bool:
-        """Return whether the last stage has sampled the n-th step, counted from 1."""
+        """Return whether the results of a step, counted from 1, have been published."""
         channel, number = self._token_slot(step)
         return channel.has(number)
 
     def tokens(self, step: int) -> list[int]:
-        """Wait for what is published for the n-th step, and return it; raises as `receive`."""
+        """Wait for the published words of a step, counted from 1, and return them.
+
+        Raises the errors of `receive`.
+        """
         channel, number = self._token_slot(step)
         self._wait(channel, number, "the last stage has not sampled its tokens")
         length = torch.empty(1, 1, dtype=torch.long)
@@ -221,10 +232,10 @@ class StagePipe:
         return self._memory
 
     def _join(self) -> _Memory:
-        """Map the file of this adoption, and wait until all ranks have it.
+        """Map the file of this adoption, and wait until all ranks have mapped it.
 
-        Each publishes there how many blocks it has for the states before drafts, and the sizes of
-        what it passes. ValueError: the sizes of two ranks differ.
+        Each rank publishes its number of blocks for the states before drafts, and its `PipeSize`.
+        Raises ValueError if the sizes of two ranks differ.
         """
         adoption, size = self._adoption, self._size
         deadline, num_hops = adoption.deadline, self.stage.num_stages - 1
@@ -249,7 +260,7 @@ class StagePipe:
                 adoption.remove_file(_LABEL)
         all_sizes = {PipeSize(*each) for each in published[1:].T.tolist()}
         if len(all_sizes) > 1:
-            raise ValueError(f"ranks pass each other steps of different sizes: {all_sizes}")
+            raise ValueError(f"ranks expect steps of different sizes: {all_sizes}")
         address += meeting_bytes + self._share.rank * own_bytes
         channels = []
         for slot in slots:
@@ -257,9 +268,10 @@ class StagePipe:
             address += exchange_bytes(1, slot)
         hops = list(zip(channels[:num_hops], channels[num_hops : 2 * num_hops], strict=True))
         index = self.stage.place
-        before = None if self.stage.is_first else _Rows(*hops[index - 1])
-        behind = None if self.stage.is_last else _Rows(*hops[index])
-        return _Memory(file, before, behind, channels[2 * num_hops :], int(published[0].min()))
+        from_previous = None if self.stage.is_first else _Rows(*hops[index - 1])
+        to_next = None if self.stage.is_last else _Rows(*hops[index])
+        tokens, min_draft_states = channels[2 * num_hops :], int(published[0].min())
+        return _Memory(file, from_previous, to_next, tokens, min_draft_states)
 
 
 def _rounded(num_bytes: int) -> int:

@@ -1,4 +1,4 @@
-"""Which part of a model's heads, columns and tokens a rank has."""
+"""The part of a model's heads, columns and tokens that a rank computes."""
 
 from typing import NamedTuple
 
@@ -6,13 +6,13 @@ from worker_proc.errors import UnsupportedModel
 
 
 class Share(NamedTuple):
-    """A rank's part of what is divided."""
+    """A rank's part of units that are divided among ranks."""
 
     rank: int
     num_ranks: int
 
     def of(self, num_units: int) -> range:
-        """Return the units of a rank; several ranks have the same one if there are fewer units."""
+        """Return this rank's units; if there are fewer units than ranks, some ranks share one."""
         if num_units < self.num_ranks:
             unit = self.rank * num_units // self.num_ranks
             return range(unit, unit + 1)
@@ -20,15 +20,16 @@ class Share(NamedTuple):
         return range(self.rank * count, (self.rank + 1) * count)
 
     def divides(self, num_units: int) -> bool:
-        """Return whether all ranks get as many units."""
+        """Return whether all ranks get the same number of units."""
         return num_units % self.num_ranks == 0
 
 
 class Section(NamedTuple):
-    """Consecutive outputs or inputs of a matrix, in units that stay together."""
+    """Consecutive outputs or inputs of a matrix, in units that are not divided."""
 
     num_units: int
     unit: int
+    """The number of outputs or inputs of a unit."""
 
 
 def refuse(share: Share, reason: str) -> UnsupportedModel:

@@ -1,8 +1,7 @@
-"""Gives the drafts of the rank that has the draft model to the other ranks of its stage.
+"""Sends the drafts of the rank that has the draft model to the other ranks of its stage.
 
-They sample the same tokens, and must verify the same drafts. So that this does not depend on the
-bits of the draft model, and its weights are in memory once, one rank computes it, and the others
-wait.
+All of these ranks must verify the same drafts. Only one rank computes the draft model: the drafts
+are then the same whatever the bits of its results, and its weights are in memory once.
 """
 
 from collections.abc import Sequence
@@ -14,17 +13,17 @@ from worker_proc.parallel.exchange import RankExchange
 
 
 class SharedDrafts:
-    """One rank's side; all ranks of the stage compute the same steps."""
+    """One rank's view of the drafts; all ranks of the stage compute the same steps."""
 
     def __init__(self, exchange: RankExchange, num_speculative_tokens: int) -> None:
-        """Take what is exchanged with the others, of which the first one has the draft model."""
+        """`exchange` connects the ranks of the stage, the first of which has the draft model."""
         self._exchange = exchange
         self._width = 1 + num_speculative_tokens
 
     def share(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Set the drafts of each request that sampled to those that the first rank has made for it.
+        """Set the drafts of each request that has sampled to the drafts of the first rank.
 
-        Raises as the exchange's `gather_on_host` does.
+        Raises the errors of `RankExchange.gather_on_host`.
         """
         requests = [part.request for part in scheduled if part.samples]
         if not requests:

@@ -1,4 +1,4 @@
-"""A stage as it computes steps: what its model takes in, and the channels to the other stages."""
+"""The computation of a step in a pipeline stage: rows of the previous stage enter its model."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ from worker_proc.parallel.pipe import StagePipe
 
 
 class StagePart:
-    """Passes rows from the stage before into the model, and from there on."""
+    """The model of a stage, and its channels to the other stages."""
 
     def __init__(self, model: StageModel, pipe: StagePipe, row_dtype: torch.dtype) -> None:
         self.model = model
@@ -21,9 +21,9 @@ class StagePart:
     def compute_logits(
         self, model: nn.Module, backend: AttentionBackend, inputs: StepInputs, vocab_size: int
     ) -> torch.Tensor:
-        """Compute a step over the rows of the stage before, if there is one.
+        """Compute a step over the rows of the previous stage, if there is one.
 
-        What a stage other than the last one returns means nothing.
+        Only the result of the last stage has a meaning.
         """
         if not self.pipe.stage.is_first:
             shape = (inputs.input_ids.shape[1], self.model.row_width)

@@ -1,11 +1,11 @@
-"""Shows that nothing but rows passes from a stage to the next one."""
+"""Proves that a stage's results depend only on the rows that it gets from the previous stage."""
 
 from typing import Any
 
 import torch
 
 from worker_proc.attention.interface import transformers_attention
-from worker_proc.calibration.self_check import have_same_bits
+from worker_proc.calibration.same_bits import have_same_bits
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loader import LoadedModel
 from worker_proc.loading.passages import StageModel
@@ -17,12 +17,13 @@ _NUM_CHECKED_ROWS = 5
 
 @torch.inference_mode()
 def check_rows(loaded: LoadedModel, stage: StageModel, num_stages: int) -> str:
-    """Return the type of the rows that a layer passes on; it may be wider than the model's.
+    """Return the dtype of the rows that a layer passes on, which may be wider than the model's.
 
-    Refuses a model whose layers take more than the rows of the stage before, and those of the
-    embedding if these pass, too. So other tokens must not change what is computed from them, the
-    first layer must get them as they are, and the next stage's first layer must not get a further
-    output of the last layer, such as the states of a router.
+    Raises UnsupportedModel for a model whose layers take more than the rows of the previous stage
+    and, if these are passed on, the rows of the embedding. Three properties are checked: other
+    tokens do not change the results for the same rows; the stage's first layer gets the rows
+    unchanged; and the next stage's first layer gets no further output of the stage's last layer,
+    such as the states of a router.
     """
     model, shape = loaded.model, (1, _NUM_CHECKED_ROWS, stage.row_width)
     rows = torch.randn(shape, generator=make_generator(3)).to(loaded.dtype)
@@ -78,9 +79,10 @@ def _are_equal(found: torch.Tensor | None, expected: torch.Tensor) -> bool:
 
 
 class _Seen:
-    """The rows that a layer takes or returns, and the numbers beside them.
+    """The rows that a layer takes or returns, and the further tensors of floats.
 
-    Integers do not count: they are the tokens that an indexer selects, which are all tokens.
+    Tensors of integers do not count: they are the tokens that an indexer selects, which are all
+    tokens.
     """
 
     def __init__(self) -> None:
@@ -88,7 +90,7 @@ class _Seen:
         self.others: list[torch.Tensor] = []
 
     def take(self, values: Any) -> None:
-        """Keep the first value, and of the others the tensors of floats."""
+        """Store the first value as the rows, and the tensors of floats among the others."""
         self.rows, *others = values if isinstance(values, tuple) else (values,)
         tensors = [one for one in others if isinstance(one, torch.Tensor)]
         self.others = [one for one in tensors if one.is_floating_point()]

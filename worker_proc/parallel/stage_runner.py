@@ -1,12 +1,13 @@
-"""The runner of a stage that is not the last one: it computes its layers, and samples nothing.
+"""The runner of a pipeline stage other than the last: it computes its layers, and samples nothing.
 
-Its mirror follows the steps as that of the last stage does, with stand-ins for the tokens that the
-last one samples. The first stage puts these in their places when it needs them as inputs.
+Its mirror applies the same steps as the mirror of the last stage, with stand-ins (negative numbers)
+for the sampled tokens. The first stage replaces the stand-ins by the tokens when it needs them as
+inputs.
 
-With speculation, how many tokens a request has after a step that verifies drafts is known to the
-last stage only. The core schedules the request again when it knows, too; each stage takes the
-results of the step before it applies that one. Each stage keeps the states before the drafts of its
-own recurrent layers, in blocks of its own.
+With speculation, the number of a request's tokens after a step that verifies drafts depends on the
+results of the last stage. The core schedules the request again once it has these results, and each
+stage takes the results before it applies such a step. Each stage has separate blocks for the states
+of its recurrent layers before the drafts.
 """
 
 import time
@@ -33,21 +34,21 @@ class _Sampling(NamedTuple):
     """The parts of a computed step whose tokens the last stage samples."""
 
     number: int
-    """Of the step, counted from 1 since the adoption."""
+    """The number of the step, counted from 1 since the adoption."""
     parts: Sequence[ScheduledRequest]
     verifies: bool
-    """Whether some of the parts have drafts. The mirror has not advanced these yet."""
+    """True if some of the parts have drafts; the mirror has not advanced these parts yet."""
 
 
 class StageRunner:
-    """Executes steps as far as the layers of a stage go, and passes them on."""
+    """Computes the layers of one stage in each step, and passes the rows to the next stage."""
 
     draft_blocks = None
 
     def __init__(
         self, model: ModelWithCache, part: StagePart, exchange: RankExchange | None = None
     ) -> None:
-        """Compute the layers of a stage; `exchange` connects it with its other ranks."""
+        """`exchange` connects this rank with the other ranks of its stage, if there are any."""
         loaded, adapters = model.loaded, model.adapters
         self._model = loaded.model
         self._device = loaded.device
@@ -71,7 +72,7 @@ class StageRunner:
         self.state_memory = model.state_memory
         self._num_computed = 0
         self._pending: deque[_Sampling] = deque()
-        """Steps whose tokens are stand-ins in the mirror, of the stages that take tokens."""
+        """Steps whose tokens are stand-ins in the mirror; empty in a stage that needs no tokens."""
 
     def on_wait(self, report: Callable[[], None]) -> None:
         self._pipe.on_wait(report)
@@ -105,7 +106,7 @@ class StageRunner:
             self._take_results(step)
         scheduled = self._mirror.apply(step)
         for new in step.scheduled_new_reqs:
-            # What changes scores would count stand-ins.
+            # Edits of scores count tokens, and this stage has stand-ins and no scores.
             self._mirror.requests[new.req_id].edits = None
         self._pool.swap(step.swap_out, step.swap_in)
         if self._states is not None:
@@ -142,7 +143,7 @@ class StageRunner:
             self._pending.append(_Sampling(self._num_computed, sampling, num_verifying > 0))
 
     def _take_tokens(self, scheduled: Sequence[ScheduledRequest]) -> None:
-        """Put sampled tokens in their places: all that a step needs, and those that are there."""
+        """Replace stand-ins by tokens: all that a step needs, and others that are available."""
         pending = self._pending
         while pending and (
             len(pending) > self._pipe.max_steps_behind
@@ -152,30 +153,30 @@ class StageRunner:
             self._take_next()
 
     def _take_results(self, step: SchedulerOutput) -> None:
-        """Take the results that a step builds on before it is applied."""
+        """Take the results that a step depends on, before the step is applied."""
         pending = self._pending
         while pending and (
             len(pending) > self._pipe.max_steps_behind
-            or self._builds_on_results(step)
+            or self._depends_on_results(step)
             or self._pipe.has_tokens(pending[0].number)
         ):
             self._take_next()
 
-    def _builds_on_results(self, step: SchedulerOutput) -> bool:
-        """Return whether a step has a request with drafts that are not here, or of unknown length.
+    def _depends_on_results(self, step: SchedulerOutput) -> bool:
+        """Return whether a step has a request whose length or drafts depend on pending results.
 
-        A request that a step preempts counts as one of its requests, too: which of its states is
-        copied depends on how many of its drafts are right.
+        A request that the step preempts counts, too: the state that is copied depends on the number
+        of correct drafts.
 
-        Of several ranks in the last stage, only the first one has published its results for certain
-        when the core has an answer.
+        If the last stage has several ranks, only the first of them has certainly published its
+        results when the core has them.
         """
         requests, counts = self._mirror.requests, step.num_scheduled_tokens
         for _, parts, verifies in self._pending:
             for part in parts:
                 request = part.request
                 if requests.get(request.req_id) is not request:
-                    continue  # it has left since
+                    continue  # it has left the mirror
                 count = counts.get(request.req_id, 1) if counts else 1
                 if count and verifies and part.num_drafts:
                     return True
@@ -184,7 +185,7 @@ class StageRunner:
         return False
 
     def _take_next(self) -> None:
-        """Take the tokens of the oldest pending step, and the drafts for the tokens after them."""
+        """Take the tokens of the oldest pending step, and the drafts that follow them."""
         number, parts, _ = self._pending.popleft()
         words = self._pipe.tokens(number)
         if not self._is_drafting:
@@ -194,7 +195,7 @@ class StageRunner:
         for part, result in zip(parts, unpack_results(words), strict=True):
             request = part.request
             if self._mirror.requests.get(request.req_id) is not request:
-                continue  # it has left since
+                continue  # it has left the mirror
             if part.num_drafts:
                 self._mirror.advance([part], result.token_ids, [len(result.token_ids)])
             else:

@@ -1,16 +1,16 @@
-"""Gives a rank its part of a model's layers: a stage of the pipeline.
+"""Divides the layers of a model into the stages of a pipeline (pipeline parallelism).
 
-A stage is a model whose other layers were not built. The module in the place of the layer before
-its own passes on the rows of the stage before, and the one behind its own keeps the rows that the
-next stage gets: they are all that passes from a layer to the next one. The first stage has the
-embedding, and the last one the output layer. A stage holds the states of its own recurrent layers;
-it may have none of them, or no attention, though the model has both. Where layers also take the
-rows of the embedding, these pass behind the others, in rows of twice the width. Weights that layers
-of several stages share are read in each of these.
+A stage is a model that has some of the layers; the others are not built. A passage module replaces
+the layer before the stage's first one, and returns the rows of the previous stage. Another replaces
+the layer after the stage's last one, and keeps the rows for the next stage. The first stage has the
+embedding, and the last stage the output layer. A stage has the states of its own recurrent layers.
+It may have no recurrent layer, or no attention, although the model has both. If layers also take
+the rows of the embedding, these follow the other values, in rows of twice the width. Weights that
+layers of several stages share are read in each of these stages.
 
-While a stage is checked at its load, a table of random rows takes the place of the embedding that
-it does not have. So everything that is proven about a model is proven about a stage. A model whose
-layers take more than the rows, as inputs that are made from tokens for each layer, is refused.
+At load, a table of random rows replaces a missing embedding, so that all checks of a model also run
+on a stage. A model is refused if its layers take more than these rows, for example inputs that are
+made from tokens for each layer.
 """
 
 import inspect
@@ -37,11 +37,11 @@ from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.share import Share
 
 _EMBEDDING = "original_hidden_states"
-"""The argument by which layers take the rows of the embedding beside those of the layer before."""
+"""The argument with which layers take the rows of the embedding, too."""
 
 
 class Stage(NamedTuple):
-    """One of the stages that a model's layers are divided into."""
+    """The number of a stage, and the number of all stages."""
 
     place: int
     num_stages: int
@@ -55,9 +55,9 @@ class Stage(NamedTuple):
         return self.place == self.num_stages - 1
 
     def layers(self, num_layers: int, head_layers: int = 0) -> range:
-        """Return its layers; the output layer counts as some layers of the last stage.
+        """Return the stage's layers, at least one.
 
-        Each stage has one at least.
+        The output layer counts as `head_layers` layers of the last stage.
         """
         ends = []
         for end in (self.place, self.place + 1):
@@ -68,7 +68,7 @@ class Stage(NamedTuple):
 
 
 def places(rank: int, parallel: ParallelConfig) -> tuple[Stage, Share]:
-    """Return the stage of a rank, and its share of the matrices there."""
+    """Return the stage of a rank, and its share of the matrices of that stage."""
     place, share = divmod(rank, parallel.tensor_parallel_size)
     return (
         Stage(place, parallel.pipeline_parallel_size),
@@ -77,12 +77,12 @@ def places(rank: int, parallel: ParallelConfig) -> tuple[Stage, Share]:
 
 
 class _NoOutput(nn.Module):
-    """Takes the place of the output layer: hidden states stand for logits."""
+    """Replaces the output layer, and returns its input."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.weight = torch.empty(0, dtype=dtype)
-        """What models read the dtype from."""
+        """An empty tensor, from which models read the dtype."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         return hidden_states
@@ -92,37 +92,37 @@ class SharedLayer(NamedTuple):
     """A layer with weights that later layers share."""
 
     layers: frozenset[int]
-    """These layers."""
+    """The later layers."""
     rest: list[str]
-    """The modules of the layer that have none of these weights."""
+    """The modules of the layer that have none of the shared weights."""
 
 
 class StageParts(NamedTuple):
-    """The names of the modules that are divided."""
+    """The names of the modules that are divided among stages, and their properties."""
 
     layers: list[str]
     embedding: str
     head: str
     is_tied: bool
-    """Whether the output layer has the embedding's table."""
+    """True if the output layer has the embedding's weight."""
     head_layers: int
-    """As how many layers the output layer counts: half of its weights, as it computes no row of a
-    prompt but the last one."""
+    """The number of layers with half as many weights as the output layer, which computes only the
+    last row of a prompt."""
     widths: list[int]
-    """For each layer, the inputs and outputs of all linear layers in it."""
+    """For each layer, the number of inputs and outputs of all linear layers in it."""
     forms: list[LayerForm]
-    """For each layer, what the code around it finds there."""
+    """The form of the passage that replaces each layer."""
     shared: dict[int, SharedLayer]
-    """Layers with weights that others share."""
+    """Layers with weights that later layers share."""
     takes_embedding: bool
-    """Whether layers take the rows of the embedding, too."""
+    """True if layers take the rows of the embedding, too."""
 
     def own(self, stage: Stage) -> range:
-        """Return the layers that a stage has."""
+        """Return the layers of a stage."""
         return stage.layers(len(self.layers), self.head_layers)
 
     def division(self, num_stages: int) -> str:
-        """Return a line that is equal where the stages of a model have the same layers."""
+        """Describe the layers of each stage in one line."""
         parts = [self.own(Stage(place, num_stages)) for place in range(num_stages)]
         return "layers " + ", ".join(f"{part.start}-{part.stop - 1}" for part in parts)
 
@@ -138,7 +138,7 @@ class StageParts(NamedTuple):
         return [*self.others(stage).layers, *self._absent_ends(stage)]
 
     def unread(self, stage: Stage) -> list[str]:
-        """Return the modules of which a stage reads no weights: it shares none of them."""
+        """Return the modules of which a stage reads no weights; it reads those that it shares."""
         own, names = self.own(stage), self._absent_ends(stage)
         for index, name in enumerate(self.layers):
             shared = self.shared.get(index)
@@ -187,7 +187,7 @@ def check_stages(checked: CheckedModel, num_stages: int) -> StageParts:
 
 
 def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> CheckedModel:
-    """Return what is built and read of a model for a stage."""
+    """Return the part of a checked model that a stage builds and reads."""
     absent, unread = parts.absent(stage), parts.unread(stage)
     probed = checked.inspected.probed
     own = replace(
@@ -202,7 +202,7 @@ def only_stage(checked: CheckedModel, parts: StageParts, stage: Stage) -> Checke
 
 
 def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> StageModel:
-    """Put what passes rows in the places of the modules that a stage does not have."""
+    """Replace the modules that a stage does not have by passages, and return these."""
     model, own = loaded.model, parts.own(stage)
     others = (index for index in range(len(parts.layers)) if index not in own)
     passages = {index: Passage(parts.forms[index]) for index in others}
@@ -231,7 +231,7 @@ def connect_stage(loaded: LoadedModel, parts: StageParts, stage: Stage) -> Stage
 
 
 def hidden_size(model: nn.Module) -> int:
-    """Return the width of the rows that pass from a layer to the next one."""
+    """Return the width of the rows between two layers."""
     config: Any = model.config
     width: int = config.get_text_config(decoder=True).hidden_size
     return width
@@ -243,9 +243,9 @@ def refuse_stages(num_stages: int, reason: str) -> UnsupportedModel:
 
 
 def _layer_names(model: nn.Module, probed: ProbedModel, num_stages: int) -> list[str]:
-    """Return the names of all layers, which are modules of one list that text passes through.
+    """Return the names of all layers: the modules of one list, all of which compute text.
 
-    What mixes tokens is a part of one of them; other layers compute each row alone.
+    Every module that mixes tokens must be a part of one of them.
     """
     kinds = [
         [_layer_with(model, one.module_name) for one in kind]
@@ -270,7 +270,7 @@ def _layer_names(model: nn.Module, probed: ProbedModel, num_stages: int) -> list
 
 
 def _layer_with(model: nn.Module, name: str) -> str:
-    """Return the innermost module of a list that a module is a part of, or its parent."""
+    """Return the innermost module around `name` that is an element of a list, or the parent."""
     layer = parent = name.rpartition(".")[0]
     while layer:
         above = layer.rpartition(".")[0]
@@ -299,7 +299,7 @@ def _shared_parts(model: Any, layers: list[str]) -> dict[int, SharedLayer]:
 
 
 def _without(model: nn.Module, name: str, parameters: Collection[str]) -> list[str]:
-    """Return the largest modules within one that have none of some parameters."""
+    """Return the largest modules within the module `name` that have none of `parameters`."""
     names = []
     for child, _ in model.get_submodule(name).named_children():
         path = f"{name}.{child}"
@@ -309,13 +309,13 @@ def _without(model: nn.Module, name: str, parameters: Collection[str]) -> list[s
 
 
 def _take_embedding(model: nn.Module, layers: list[str]) -> bool:
-    """Return whether layers name the rows of the embedding among what they take."""
+    """Return whether all layers have an argument for the rows of the embedding."""
     forwards = [type(model.get_submodule(layer)).forward for layer in layers]
     return all(_EMBEDDING in inspect.signature(forward).parameters for forward in forwards)
 
 
 def _form_of(model: nn.Module, name: str, probed: ProbedModel) -> LayerForm:
-    """Return what a passage needs in the place of a layer."""
+    """Return the form of the passage that may replace a layer."""
     found = vars(model.get_submodule(name)).items()
     labels = {key: value for key, value in found if isinstance(value, str)}
     return LayerForm(probed.num_outputs.get(name, 0), labels)
@@ -344,7 +344,7 @@ def _parts_of(model: Any, layers: list[str], forms: list[LayerForm], num_stages:
 
 
 def _widths(layer: nn.Module) -> int:
-    """Return the inputs and outputs of all linear layers in a layer."""
+    """Return the number of inputs and outputs of all linear layers in a layer."""
     linears = (each for each in layer.modules() if isinstance(each, nn.Linear | Conv1D))
     return sum(sum(linear.weight.shape) for linear in linears)
 

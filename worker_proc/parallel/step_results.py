@@ -1,7 +1,7 @@
-"""What the last stage passes to the others for each request that has sampled.
+"""The results of a step that the last stage passes to the others, with speculation.
 
-With speculation, a stage learns from it how many of the drafts that a step verifies are right, and
-which drafts the next step may verify.
+The other stages need the number of correct drafts among those that the step has verified, and the
+drafts that the next step may verify.
 """
 
 from collections.abc import Iterable, Sequence
@@ -9,16 +9,16 @@ from typing import NamedTuple
 
 
 class RequestResult(NamedTuple):
-    """Of one request in one step."""
+    """The result of one request in one step."""
 
     token_ids: list[int]
-    """One, and one more for each right draft."""
+    """The sampled tokens: one, and one more for each correct draft."""
     drafts: list[int]
-    """For the tokens after these."""
+    """The drafts of the tokens that follow."""
 
 
 def max_words(num_requests: int, num_speculative_tokens: int) -> int:
-    """Return the most words that the results of a step take."""
+    """Return the most words that the results of a step take; without speculation, the tokens."""
     if num_speculative_tokens == 0:
         return num_requests
     return num_requests * (2 + 2 * num_speculative_tokens + 1)

@@ -16,6 +16,9 @@ from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
 from worker_proc.attention.within_tokens import attend_in_tokens
 from worker_proc.calibration import exactness
+from worker_proc.calibration.plain_products import multiplies_by_elements, plain_products
+from worker_proc.calibration.row_trials import ROW_COUNTS, repeats_rows
+from worker_proc.calibration.token_parts import recorded_calls
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fusing, mlp
 from worker_proc.native.build import build, compiler
@@ -109,10 +112,10 @@ def test_rows_are_tried_among_more_and_fewer(shape: tuple[int, ...]) -> None:
             return super().forward(hidden) + hidden.shape[1] // 17
 
     hidden = torch.randn(1, 8, 4)
-    assert exactness._repeats_rows(FirstRowRules(), (hidden,), 16)
-    assert not exactness._repeats_rows(FirstRowRules(), (hidden,), 17)
-    for num_rows in exactness.ROW_COUNTS:
-        assert exactness._repeats_rows(Shaped(), (hidden,), num_rows)
+    assert repeats_rows(FirstRowRules(), (hidden,), 16)
+    assert not repeats_rows(FirstRowRules(), (hidden,), 17)
+    for num_rows in ROW_COUNTS:
+        assert repeats_rows(Shaped(), (hidden,), num_rows)
 
 
 def test_factors_of_each_head_count_as_no_matrix() -> None:
@@ -127,10 +130,10 @@ def test_factors_of_each_head_count_as_no_matrix() -> None:
             normed: torch.Tensor = super().forward(hidden)
             return normed + hidden.shape[1] // 17
 
-    assert exactness._multiplies_by_elements(CohereLayerNorm((4, 16)))
+    assert multiplies_by_elements(CohereLayerNorm((4, 16)))
     for other in (Product((4, 16)), FirstRowRules((4, 16)), nn.Linear(16, 16, bias=False)):
-        assert not exactness._multiplies_by_elements(other)
-        assert list(exactness._plain_products(nn.ModuleList([other])))
+        assert not multiplies_by_elements(other)
+        assert list(plain_products(nn.ModuleList([other])))
 
 
 def test_factors_of_each_head_may_depend_on_positions() -> None:
@@ -154,9 +157,9 @@ def test_factors_of_each_head_may_depend_on_positions() -> None:
         def forward(self, rows: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
             return super().forward(rows, position_ids) + rows.shape[1] // 17
 
-    assert exactness._multiplies_by_elements(Scaled())
+    assert multiplies_by_elements(Scaled())
     for other in (Projected(), FirstRowRules()):
-        assert not exactness._multiplies_by_elements(other)
+        assert not multiplies_by_elements(other)
 
 
 def test_attention_within_a_token_is_torchs() -> None:
@@ -187,7 +190,7 @@ def test_attention_within_a_token_is_torchs() -> None:
     set_implementation(model, IMPLEMENTATION)
     assert within.config._attn_implementation == "sdpa"
     assert masked.config._attn_implementation == IMPLEMENTATION
-    assert list(exactness._plain_products(model)) == ["1 (Masked)", "2 (Projecting)"]
+    assert list(plain_products(model)) == ["1 (Masked)", "2 (Projecting)"]
 
 
 def test_norms_whose_first_dimension_is_the_tokens_are_not_tried_with_other_heads() -> None:
@@ -204,7 +207,7 @@ def test_norms_whose_first_dimension_is_the_tokens_are_not_tried_with_other_head
         (FirstRowRules((4, 16)), heads, True),
         (nn.LayerNorm(16), rows, True),
     ):
-        with exactness._recorded_calls(module) as calls:
+        with recorded_calls(module) as calls:
             module(args)
         assert (module in calls) is expected
 

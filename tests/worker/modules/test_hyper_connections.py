@@ -11,7 +11,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4Hyper
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextHyperConnection
 from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
 
-from worker_proc.calibration import exactness
+from worker_proc.calibration.row_trials import repeats_rows
 from worker_proc.modules.hyper_connections import HyperConnection, install_hyper_connections
 from worker_proc.modules.own_matrices import pack_own_matrices
 from worker_proc.native.build import compiler
@@ -59,7 +59,7 @@ def test_results_are_those_of_the_module_itself(
     for one, other in zip(found, before, strict=True):
         torch.testing.assert_close(one, other, rtol=error, atol=error)
     for count in (1, 2, 3, 16, 17, 79):
-        assert exactness._repeats_rows(holder["hc"], (rows,), count), count
+        assert repeats_rows(holder["hc"], (rows,), count), count
 
 
 def _scaled(forward: Callable[..., Any]) -> Callable[..., Any]:

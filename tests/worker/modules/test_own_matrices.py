@@ -13,7 +13,8 @@ from transformers.models.hy_v4.modeling_hy_v4 import HYV4HyperConnection
 
 from tests.families.configs import FAMILIES
 from tests.worker.attention.test_probe import inspect
-from worker_proc.calibration import exactness
+from worker_proc.calibration.plain_products import plain_products
+from worker_proc.calibration.row_trials import ROW_COUNTS, repeats_rows
 from worker_proc.calibration.token_products import TokenProducts
 from worker_proc.modules.own_matrices import pack_own_matrices
 from worker_proc.modules.packed_matrix import PackedMatrix
@@ -60,7 +61,7 @@ def test_a_row_has_the_same_bits_among_any_others(
     assert isinstance(module.__dict__[matrix], PackedMatrix)
     torch.testing.assert_close(module(rows), before, rtol=1e-4, atol=1e-4)
     for count in range(1, 80):
-        assert exactness._repeats_rows(module, (rows,), count), count
+        assert repeats_rows(module, (rows,), count), count
 
 
 def test_what_an_earlier_start_has_proven_is_not_tried(library: NativeLibrary) -> None:
@@ -102,7 +103,7 @@ def test_a_module_that_computes_in_another_way_stays(
     assert not pack(module, library, torch.float32)
     assert set(module.__dict__) == attributes
     assert list(module._parameters) == ["fn"]
-    assert list(exactness._plain_products(nn.ModuleList([module])))
+    assert list(plain_products(nn.ModuleList([module])))
 
 
 def test_rows_with_streams_are_found(tmp_path: Any) -> None:
@@ -125,7 +126,7 @@ def test_products_of_each_token_are_tried_among_more_and_fewer() -> None:
         if depends:
             (key, (one, other)) = products._found.popitem()
             products._found[key] = one.as_subclass(Depending), other
-        return products.difference(exactness.ROW_COUNTS)
+        return products.difference(ROW_COUNTS)
 
     assert observed(depends=False) == ""
     assert observed(depends=True) == (

@@ -211,7 +211,7 @@ def test_a_missing_stage_is_named_after_a_while(place: int, problem: str, tmp_pa
 def test_rows_that_do_not_come_are_named(tmp_path: Path) -> None:
     pipes = make_pipes(tmp_path, timeout_s=0.2)
     at_once(*(partial(pipe.has_tokens, 1) for pipe in pipes))
-    with pytest.raises(RankMissing, match="the stage before has not computed its rows"):
+    with pytest.raises(RankMissing, match="the previous stage has not computed its rows"):
         pipes[1].receive(torch.empty(1, WIDTH))
     with pytest.raises(RankMissing, match="the last stage has not sampled its tokens"):
         pipes[0].tokens(1)

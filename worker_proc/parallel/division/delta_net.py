@@ -1,8 +1,8 @@
-"""How gated delta nets are divided among ranks: by heads of keys, and by heads of values.
+"""Divides gated delta nets among ranks, by heads of keys and by heads of values.
 
-A rank has some heads of keys, the heads of values that belong to them, and the channels of the
-convolution that make both. It holds the states of its own heads. Norms of a head are the same on
-all ranks. The projection behind the heads is divided by its inputs, and its results are added up.
+A rank has some heads of keys, the heads of values that belong to them, the channels of the
+convolution for both, and the states of these heads. The norm of a head is the same on all ranks.
+The projection after the heads is divided by its inputs, and the ranks add up its results.
 """
 
 from typing import Any, NamedTuple
@@ -21,10 +21,10 @@ _KINDS = (
     {"in_proj_qkvz", "in_proj_ba", "norm", "out_proj"},
     {"q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj", "o_norm", "o_proj"},
 )
-"""The projections before the heads, the norm of each head and the last projection, as Qwen3.5,
-Qwen3-Next and OLMo-Hybrid have them; Qwen3-Next has all of a head of keys together."""
+"""The projections before the heads, the norm of each head and the last projection, as named in
+Qwen3.5, Qwen3-Next and OLMo-Hybrid. In Qwen3-Next all outputs for a head of keys are adjacent."""
 _COUNTS = ("num_k_heads", "num_v_heads", "key_dim", "value_dim", "conv_dim")
-"""What a module keeps of its sizes."""
+"""The attributes of a module that are sizes."""
 
 
 class _Heads(NamedTuple):
@@ -37,9 +37,9 @@ class _Heads(NamedTuple):
 
 
 def divide_net(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a gated delta net is divided, None of another module.
+    """Return the division of a gated delta net; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the net cannot be divided.
     """
     heads = _heads_of(module)
     if heads is None:
@@ -92,7 +92,7 @@ def divide_net(name: str, module: nn.Module, share: Share) -> Division | None:
 
 
 def _heads_of(module: nn.Module) -> _Heads | None:
-    """Return the heads of a module; None: it is not made as a gated delta net is."""
+    """Return the heads of a module; None: it has not the parts of a gated delta net."""
     names = {name for name, _ in module.named_children()}
     own = {name for name, _ in module.named_parameters(recurse=False)}
     if (

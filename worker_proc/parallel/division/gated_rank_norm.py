@@ -1,7 +1,7 @@
-"""A gated norm of groups of heads, of which each rank has some: whole groups, or parts of one.
+"""A gated norm of groups of heads, which are divided among ranks.
 
-Ranks that have parts of one group add up their squares. It is proven to compute what the model's
-own norm does when one rank has all groups.
+A rank has whole groups, or a part of one group. Ranks with parts of the same group add up their
+squares. With all groups on one rank, the norm must reproduce the results of the model's own norm.
 """
 
 from typing import Any
@@ -10,17 +10,18 @@ import torch
 from torch.nn import functional
 
 from worker_proc.loading.deferred_module import make_generator
+from worker_proc.modules.trial_errors import greatest, greatest_row_error
 from worker_proc.parallel.division.rank_norm import MAX_ERROR, RankNorm, epsilon_of
 from worker_proc.parallel.share import Section, Share, refuse
 
 _NUM_ROWS = 5
 _SCALES = (0.01, 1.0, 30.0)
-"""Of random rows; the small ones show the epsilon."""
+"""The scales of random rows; small rows reveal the epsilon."""
 _ALONE = Share(0, 1)
 
 
 class GatedRankNorm(RankNorm):
-    """Root-mean-square normalization of a rank's groups, before or behind gates."""
+    """Root-mean-square normalization of a rank's groups, before or after the gates."""
 
     def __init__(
         self,
@@ -32,7 +33,10 @@ class GatedRankNorm(RankNorm):
         round_first: bool,
         gate_first: bool,
     ) -> None:
-        """Take all factors; `gate_first`: the values are gated before they are normalized."""
+        """`factors` are those of all ranks.
+
+        With `gate_first`, values are gated before they are normalized.
+        """
         num_parts = max(share.num_ranks // groups.num_units, 1)
         own = share.of(groups.num_units)
         size = groups.unit // num_parts
@@ -58,7 +62,10 @@ class GatedRankNorm(RankNorm):
         return normed.to(hidden.dtype)
 
     def exchange(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sums of the group's squares at all ranks; other groups have other columns."""
+        """Return the sums of the group's squares over all ranks.
+
+        Each group has a column, since all ranks take part in the sum.
+        """
         assert self.add_up is not None
         rows = squares.new_zeros(squares.numel(), self._num_groups)
         rows[:, self._own.start] = squares.view(-1)
@@ -68,7 +75,7 @@ class GatedRankNorm(RankNorm):
 
 @torch.inference_mode()
 def divide_gated_norm(norm: Any, groups: Section, share: Share) -> GatedRankNorm:
-    """Return a rank's part of a gated norm; UnsupportedModel: it is of another kind."""
+    """Return a rank's part of a gated norm; raise UnsupportedModel for a norm of another kind."""
     weight, epsilon = norm.weight.detach(), epsilon_of(norm)
     assert epsilon is not None
     errors = {}
@@ -76,7 +83,7 @@ def divide_gated_norm(norm: Any, groups: Section, share: Share) -> GatedRankNorm
         for round_first in (False, True):
             orders = {"round_first": round_first, "gate_first": gate_first}
             whole = GatedRankNorm(weight, epsilon, groups, _ALONE, **orders)
-            error = max(_error(norm, whole, scale) for scale in _SCALES)
+            error = greatest(_error(norm, whole, scale) for scale in _SCALES)
             errors[round_first, gate_first] = error
     round_first, gate_first = min(errors, key=errors.__getitem__)
     if not errors[round_first, gate_first] <= MAX_ERROR[weight.dtype]:
@@ -94,6 +101,4 @@ def _error(norm: Any, other: GatedRankNorm, scale: float) -> float:
     generator, width = make_generator(4), len(other.factors)
     rows, gates = (torch.randn(1, _NUM_ROWS, width, generator=generator) for _ in range(2))
     rows, gates = ((one * scale).to(other.factors.dtype) for one in (rows, gates))
-    expected = norm(rows, gates).float()
-    difference = (other(rows, gates).float() - expected).norm(dim=-1)
-    return float((difference / expected.norm(dim=-1).clamp_min(1e-6)).max())
+    return greatest_row_error(other(rows, gates).float(), norm(rows, gates).float())

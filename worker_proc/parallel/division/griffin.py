@@ -1,7 +1,7 @@
-"""How the recurrent blocks of Griffin (RecurrentGemma) are divided among ranks: by their heads.
+"""Divides the recurrent blocks of Griffin (RecurrentGemma) among ranks, by heads.
 
 A rank has the channels of some heads, with their gates, decays, windows and states. The gates of a
-head are made of its own channels.
+head depend only on the head's own channels.
 """
 
 from typing import Any
@@ -22,9 +22,9 @@ _BY_HEAD = (
 
 
 def divide_griffin(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a recurrent block is divided, None of another module.
+    """Return the division of a recurrent block; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the block cannot be divided.
     """
     if not is_griffin(module):
         return None

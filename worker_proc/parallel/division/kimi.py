@@ -1,7 +1,8 @@
-"""How delta nets with a decay for each key are divided among ranks: by their heads.
+"""Divides delta nets with a decay for each key among ranks, by heads.
 
-A rank has the queries, keys, values, decays, gates and states of some heads. What makes decays or
-gates of few columns has these whole at all ranks, and the outputs for a rank's heads.
+A rank has the queries, keys, values, decays, gates and states of some heads. Decays and gates may
+be low-rank products: all ranks then have the whole first matrix, and a rank has the outputs of the
+second matrix for its heads.
 """
 
 from collections.abc import Sequence
@@ -17,17 +18,17 @@ _OUT, _CONVOLUTION, _NORM, _DECAYS = "o_proj", "conv1d", "o_norm", "forget_gate"
 _MIXED = ("q_proj", "k_proj", "v_proj")
 _RATES = "b_proj"
 _GATES = (("g_proj", ""), ("g_b_proj", "g_a_proj"))
-"""What makes the gates of all heads, alone or behind what is the same at all ranks."""
+"""The matrices of the gates: the last one, which is divided, and the first one, if there is one."""
 _DECAY_MATRICES = (("f_proj", ""), ("f_b_proj", "f_a_proj"))
-"""The same of the decays."""
+"""The matrices of the decays, in the same form."""
 _BY_HEAD = {"A_log", "dt_bias"}
 _SIZES = ("num_heads", "head_dim", "qkv_dim", "conv_dim")
 
 
 def divide_kimi_net(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how such a delta net is divided, None of another module.
+    """Return the division of such a delta net; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the net cannot be divided.
     """
     gates, decays = _matrices_of(module)
     if not gates or not decays:
@@ -71,5 +72,5 @@ def _matrices_of(module: nn.Module) -> tuple[str, str]:
 
 
 def _last_of(kinds: Sequence[tuple[str, str]], found: set[str]) -> str:
-    """Return the last matrix of the kind that has been found, and nothing else; "": none."""
+    """Return the last matrix of the kind whose matrices are exactly those found; "": none."""
     return next((last for last, first in kinds if {last, first} - {""} == found), "")

@@ -1,7 +1,7 @@
-"""How lightning attention is divided among ranks: by its heads.
+"""Divides lightning attention among ranks, by heads.
 
-A rank has the queries, keys, values, gates, decays and states of some heads. The norm is of all
-heads, whose squares the ranks add up.
+A rank has the queries, keys, values, gates, decays and states of some heads. The norm covers all
+heads, so the ranks add up their squares.
 """
 
 from typing import Any
@@ -17,14 +17,14 @@ from worker_proc.recurrent.lightning import is_lightning
 _MIXED, _GATES, _OUT, _NORM = "qkv_proj", "output_gate", "out_proj", "norm"
 _DECAYS = ("slope_rate", "query_decay", "key_decay", "diagonal_decay")
 _SLOPES = "get_slope_rate"
-"""What makes decays again, which are rounded in the buffers."""
+"""The method that computes the decays again, since those in the buffers are rounded."""
 _COUNT = "num_attention_heads"
 
 
 def divide_lightning(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how lightning attention is divided, None of another module.
+    """Return the division of lightning attention; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the module cannot be divided.
     """
     if not is_lightning(module):
         return None

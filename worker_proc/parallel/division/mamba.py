@@ -1,9 +1,9 @@
-"""How the mixers of Mamba-1 are divided among ranks: by their channels, or by their heads.
+"""Divides the mixers of Mamba-1 among ranks, by channels or by heads.
 
-A rank has some channels, their gates, steps and decays, and the states of these. Steps, keys and
-queries are made of all channels: the ranks add up their parts of these within the mixer. With
-several heads (Zamba) a head's steps, keys and queries are made of its own channels, and a rank has
-some heads.
+A rank has some channels, with their gates, steps, decays and states. Steps, keys and queries depend
+on all channels, so the ranks add up their parts of these within the mixer. In mixers with several
+heads (Zamba), the steps, keys and queries of a head depend only on the head's own channels, and a
+rank has some heads.
 """
 
 from torch import nn
@@ -15,18 +15,18 @@ from worker_proc.recurrent.scan import COLUMNS
 
 _IN, _OUT, _CONVOLUTION = "in_proj", "out_proj", "conv1d"
 _OF_ALL, _STEPS = "x_proj", "dt_proj"
-"""What makes steps, keys and queries of all channels, and what makes each channel's steps."""
+"""The projection of all channels to steps, keys and queries, and that of steps to channels."""
 _BY_CHANNEL = {"A_log", "D"}
 _NORMS = {"dt_layernorm", "b_layernorm", "c_layernorm"}
-"""Of steps, keys and queries, which are the same at all ranks."""
+"""Norms of steps, keys and queries, which are the same on all ranks."""
 _BY_HEAD = {"x_proj_weight", "dt_proj_weight", "dt_proj_bias", "A_log", "D"}
-"""Of a mixer with heads."""
+"""The parameters of a mixer with heads, each with a row for each head."""
 
 
 def divide_mamba(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a mixer of Mamba-1 without heads is divided, None of another module.
+    """Return the division of a mixer of Mamba-1 without heads; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the mixer cannot be divided.
     """
     own = {key for key, _ in module.named_parameters(recurse=False)}
     parts = {key.partition(".")[0] for key in module.state_dict() if "." in key}
@@ -58,9 +58,9 @@ def divide_mamba(name: str, module: nn.Module, share: Share) -> Division | None:
 
 
 def divide_heads_of_mamba(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a mixer of Mamba-1 with heads is divided, None of another module.
+    """Return the division of a mixer of Mamba-1 with heads; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the mixer cannot be divided.
     """
     own = {key for key, _ in module.named_parameters(recurse=False)}
     parts = {key.partition(".")[0] for key in module.state_dict() if "." in key}
@@ -73,7 +73,7 @@ def divide_heads_of_mamba(name: str, module: nn.Module, share: Share) -> Divisio
     if not share.divides(num_heads):
         raise refuse(share, f"{name} has {num_heads} heads of Mamba")
     channels = Section(num_heads, num_channels // num_heads)
-    columns = {_IN: [Section(num_heads, 2 * channels.unit)]}  # a channel's gate is beside it
+    columns = {_IN: [Section(num_heads, 2 * channels.unit)]}  # a head's channels and their gates
     if not fits(module, columns) or not has_shape(module, _OUT, inputs=[channels]):
         raise refuse(share, f"{name} has projections of other sizes than its convolution")
     return Division(

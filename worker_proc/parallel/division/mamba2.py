@@ -1,8 +1,8 @@
-"""How the mixers of Mamba-2 are divided among ranks: by heads, and by groups of heads.
+"""Divides the mixers of Mamba-2 among ranks, by heads and by groups of heads.
 
-A rank has some heads, their gates and steps, and the keys and queries of their groups. With fewer
-groups than ranks several ranks have the same group; its norm is then of the heads of all of these,
-which add up their squares. A rank holds the states of its own heads.
+A rank has some heads, with their gates, steps and states, and the keys and queries of their groups.
+If there are fewer groups than ranks, several ranks have the same group. The norm of a group covers
+the heads of all of these ranks, which therefore add up their squares.
 """
 
 from typing import Any
@@ -17,15 +17,15 @@ from worker_proc.parallel.share import Section, Share, refuse
 _IN, _OUT, _CONVOLUTION, _NORM = "in_proj", "out_proj", "conv1d", "norm"
 _BY_HEAD = {"dt_bias", "A_log", "D"}
 _FACTORS = "mup_vector"
-"""A factor for each output of the first projection, in Falcon-H1."""
+"""The buffer with a factor for each output of the first projection, in Falcon-H1."""
 _SIZES = ("num_heads", "head_dim", "n_groups", "ssm_state_size", "intermediate_size", "conv_dim")
-"""What a module keeps of its sizes."""
+"""The attributes of a module that are sizes."""
 
 
 def divide_mamba2(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a mixer of Mamba-2 is divided, None of another module.
+    """Return the division of a mixer of Mamba-2; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the mixer cannot be divided.
     """
     if not _is_mixer(module):
         return None

@@ -1,4 +1,4 @@
-"""Takes some outputs or inputs of matrices: of linear layers, and of the experts of a mixture."""
+"""Keeps a rank's outputs or inputs of matrices, in linear layers and in mixtures of experts."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ from worker_proc.parallel.share import Section, Share
 
 
 def matrix_of(module: nn.Module, name: str) -> torch.Tensor | None:
-    """Return a matrix, or those of all experts, `[..., outputs, inputs]`; None: it is not there."""
+    """Return a matrix, or those of all experts, `[..., outputs, inputs]`; None: there is none."""
     parent, _, last = name.rpartition(".")
     owner: Any = module
     for part in parent.split(".") if parent else []:
@@ -27,12 +27,12 @@ def matrix_of(module: nn.Module, name: str) -> torch.Tensor | None:
 
 
 def _as_stored(owner: Any, matrix: torch.Tensor) -> torch.Tensor:
-    """Return `[..., outputs, inputs]` as the experts of a module store it, and the reverse."""
+    """Convert `[..., outputs, inputs]` to the layout of a module's experts, or back."""
     return matrix.mT if is_transposed(owner) else matrix
 
 
 def fits(module: nn.Module, columns: dict[str, list[Section]]) -> bool:
-    """Return whether each named matrix is there, with outputs as many as those of its sections."""
+    """Return whether each named matrix exists, and has the outputs of its sections."""
     return all(has_shape(module, name, outputs=parts) for name, parts in columns.items())
 
 
@@ -43,7 +43,7 @@ def has_shape(
     outputs: Sequence[Section] | None = None,
     inputs: Sequence[Section] | None = None,
 ) -> bool:
-    """Return whether a matrix is there and has this number of outputs or of inputs."""
+    """Return whether a matrix exists, and has the outputs and inputs of these sections."""
     matrix = matrix_of(module, name)
     if matrix is None:
         return False
@@ -54,10 +54,10 @@ def has_shape(
 
 
 def low_rank_terms(module: nn.Module, name: str, matrix: str) -> list[str]:
-    """Return the last matrices of low-rank products that a module adds to those of a matrix.
+    """Return the last matrices of low-rank products that a module adds to the products of `matrix`.
 
-    Such modules have a list of them, one for each layer that has the module's weights; the other
-    places of the list are empty (Zamba2). The first matrices have few outputs, and stay whole.
+    In Zamba2, several layers share a module, and the list `name` has a low-rank product for each of
+    them; its other elements have no parameters. First matrices have few outputs, and stay whole.
     """
     terms: Any = getattr(module, name, None)
     if not isinstance(terms, nn.ModuleList):
@@ -102,7 +102,7 @@ def keep_channels(convolution: Any, sections: Sequence[Section], share: Share) -
 
 
 def keep_inputs(module: nn.Module, name: str, section: Section, share: Share) -> None:
-    """Keep some inputs; rank 0 adds the bias, which the sum of all ranks contains once."""
+    """Keep a rank's share of the inputs. Only rank 0 keeps the bias, since results are added up."""
     units = share.of(section.num_units)
     matrix = matrix_of(module, name)
     assert matrix is not None
@@ -121,7 +121,7 @@ def keep_inputs(module: nn.Module, name: str, section: Section, share: Share) ->
 
 
 def kept_units(sections: Sequence[Section], share: Share) -> list[int]:
-    """Return the places of a rank's units."""
+    """Return the indices of a rank's outputs or inputs, in order."""
     kept: list[int] = []
     first = 0
     for part in sections:
@@ -142,12 +142,12 @@ def _replace(module: nn.Module, name: str, matrix: torch.Tensor) -> None:
     else:
         stored = _as_stored(owner, matrix)
         if is_transposed(owner):
-            owner.is_transposed = True  # parameters of which some are divided do not show it
+            owner.is_transposed = True  # the shapes of divided parameters do not reveal it
         setattr(owner, last, parameter_of(stored))
 
 
 def _bias_of(module: nn.Module, name: str) -> tuple[nn.Module | None, torch.Tensor | None]:
-    """Return the linear layer with a matrix, if one has it, and the bias: of experts, theirs."""
+    """Return the linear layer that has a matrix, or None for experts, and the bias, or None."""
     parent, _, last = name.rpartition(".")
     owner = module.get_submodule(parent)
     found = getattr(owner, last)
@@ -168,7 +168,7 @@ def _set_bias(module: nn.Module, name: str, values: torch.Tensor) -> None:
 
 
 def parameter_of(values: torch.Tensor) -> nn.Parameter:
-    """Return a parameter whose memory holds these values alone: a view is copied."""
+    """Return a parameter whose storage has only these values: a view is copied."""
     has_more = values.untyped_storage().nbytes() > values.numel() * values.element_size()
     if has_more or not values.is_contiguous():
         values = values.clone(memory_format=torch.contiguous_format)

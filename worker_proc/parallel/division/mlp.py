@@ -1,7 +1,7 @@
-"""How the MLPs of a decoder layer are divided among ranks: by their inner columns.
+"""Divides the MLPs of a decoder layer among ranks, by inner columns.
 
-An MLP may be a mixture: of each expert a rank has some inner columns, and the router whole. A layer
-may have several MLPs, as Granite-4's experts and the one beside them, or none.
+An MLP may be a mixture: a rank then has some inner columns of each expert, and the whole router. A
+layer may have several MLPs, such as the experts of Granite-4 and an MLP for all rows, or none.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -13,7 +13,7 @@ from worker_proc.parallel.division.module_division import Division
 from worker_proc.parallel.share import Section, Share, refuse
 
 _NAMES = ("mlp", "feed_forward", "block_sparse_moe", "shared_mlp", "mixer", "mlp_block")
-"""Of MLPs in a layer."""
+"""The names of MLPs in a layer."""
 _MLPS = (
     ("down_proj", "gate_proj", "up_proj"),
     ("down_proj", "gate_up_proj"),
@@ -23,21 +23,25 @@ _MLPS = (
     ("c_proj", "c_fc"),
     ("fc2", "fc1"),
 )
-"""The last matrix of an MLP, and those before it: gates and factors, apart or in one, or others."""
+"""The names of an MLP's matrices, the last matrix first.
+
+The others are gates and factors, in two matrices or in one, or the only matrix before the
+activation.
+"""
 _EXPERTS = (("down_proj", "gate_up_proj"), ("down_proj", "up_proj"))
 _GATES_AND_FACTORS = ("gate_up_proj", "input_linear")
-"""Matrices that have both."""
+"""Matrices that have both gates and factors."""
 _SHARED = ("shared_experts", "shared_expert")
-"""What is computed beside the chosen experts."""
+"""MLPs of a mixture that compute all rows."""
 _TERMS = ("gate_up_proj_adapter_list", "gate_up_proj")
 """A list of low-rank products, and the matrix to whose products they are added."""
-_BEHIND_SHARED_LAYER = "linear"
-"""The matrix of a layer of Zamba for the rows of the shared layer, which every rank has whole."""
+_AFTER_SHARED_LAYER = "linear"
+"""The matrix of a layer of Zamba for the rows of the shared layer; every rank has all of it."""
 _ROUTERS = ("gate.", "router.", "shared_expert_gate.")
-"""Of experts; all ranks choose alike."""
+"""Prefixes of a router's parameters; all ranks choose the same experts."""
 _AROUND_EXPERTS = ("fc1_latent_proj.", "fc2_latent_proj.weight")
-"""To narrower rows and back, in Nemotron-H: each rank multiplies its part of the experts' sums. A
-bias of the latter would be added at every rank."""
+"""Projections to narrower rows and back, in Nemotron-H: each rank multiplies its part of the
+experts' sums. A bias of the second one is not allowed, since every rank would add it."""
 
 
 def divide_mlps(
@@ -47,10 +51,11 @@ def divide_mlps(
     share: Share,
     inner: Collection[str] = (),
 ) -> Iterator[Division]:
-    """Yield how the MLPs of a decoder layer are divided; UnsupportedModel: they cannot be.
+    """Yield the divisions of a decoder layer's MLPs.
 
-    The mixers are the modules that are divided already: attention, and those with a state. The
-    inner layers are those within this one, which are divided by themselves.
+    `mixers` are the modules that are already divided: attention, and those with a state. `inner`
+    are decoder layers within this layer, which are divided separately. Raises UnsupportedModel if
+    an MLP cannot be divided.
     """
     module = model.get_submodule(layer)
     names = [
@@ -98,7 +103,7 @@ def _checked(division: Division, share: Share) -> Division:
 def _matrices(
     mlp: nn.Module, prefix: str, kinds: Sequence[tuple[str, ...]]
 ) -> tuple[dict[str, list[Section]], dict[str, Section]] | None:
-    """Return what is divided by outputs and by inputs, of the first kind of MLP that fits."""
+    """Return the matrices divided by outputs and by inputs, for the first kind of MLP that fits."""
     for out, *columns in kinds:
         matrix = matrix_of(mlp, f"{prefix}{out}")
         if matrix is None:
@@ -116,7 +121,7 @@ def _matrices(
 
 
 def _has_other_matrices(module: nn.Module, layer: str, mixers: Collection[str]) -> bool:
-    """Return whether a layer has matrices outside of its mixers, of those that are divided."""
-    within = tuple(f"{one}." for one in (*mixers, f"{layer}.{_BEHIND_SHARED_LAYER}"))
+    """Return whether a layer has matrices outside of the modules whose division is known."""
+    within = tuple(f"{one}." for one in (*mixers, f"{layer}.{_AFTER_SHARED_LAYER}"))
     names = [key for key, values in module.named_parameters() if values.dim() > 1]
     return any(not f"{layer}.{name}".startswith(within) for name in names)

@@ -1,4 +1,4 @@
-"""How a module is divided among ranks, and what each of them keeps."""
+"""The division of a module among ranks: its matrices, parameters, norms, sizes and states."""
 
 import copy
 from collections.abc import Iterator
@@ -25,50 +25,50 @@ from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """How a module is divided: by outputs of some matrices, and by inputs of others.
+    """The parts of a module that are divided, by their names in the module.
 
-    A matrix is a linear layer, or the parameter with those of all experts.
+    A matrix is a linear layer, or the parameter that has the matrices of all experts.
     """
 
     module_name: str
     columns: dict[str, list[Section]]
-    """The matrices that are divided by outputs, by their names in the module."""
+    """Matrices that are divided by outputs."""
     outs: dict[str, Section]
-    """Those that are divided by inputs."""
+    """Matrices that are divided by inputs."""
     summed: str = ""
-    """The part of the module whose outputs the ranks add up; "": those of the module itself."""
+    """The part of the module whose outputs the ranks add up; "": the module itself."""
     summed_within: tuple[str, ...] = ()
-    """Parts whose outputs the ranks add up before the module goes on with them."""
+    """Parts whose outputs the ranks add up within the module's computation."""
     by_head: dict[str, int] = field(default_factory=dict)
-    """Parameters and buffers with a value or row for each head or channel, and the number of these:
-    the first dimension of this size is divided."""
+    """Parameters and buffers with a value or row for each head or channel, and the number of heads
+    or channels: the first dimension of this size is divided."""
     made_by_head: dict[str, int] = field(default_factory=dict)
-    """Methods that make a value for each head, and the number of heads."""
+    """Methods that return a value for each head, and the number of heads."""
     spec: LayerSpec | None = None
-    """Of an attention module."""
+    """The attention of all heads; None: the module is not an attention module."""
     norms: dict[str, Section] = field(default_factory=dict)
-    """Norms of all queries or keys together."""
+    """Norms that cover the queries or keys of all heads."""
     gated_norms: dict[str, Section] = field(default_factory=dict)
     """Norms of groups of heads, with gates."""
     channels: dict[str, list[Section]] = field(default_factory=dict)
-    """Convolutions of each channel by itself."""
+    """Depthwise convolutions."""
     factors: dict[str, list[Section]] = field(default_factory=dict)
-    """Buffers with a value for each output of a matrix, in their last dimension."""
+    """Buffers whose last dimension has a value for each output of a matrix."""
     counts: dict[str, list[Section]] = field(default_factory=dict)
-    """Sizes that the module keeps, and of what: each rank has its part."""
+    """Attributes that are numbers of outputs or heads; each rank has the number of its own."""
     state_dim: int = 0
     """The dimension of heads or channels in a state that is not a window."""
     has_state_of_head: bool = False
-    """Whether each head has a separate state, beside windows."""
+    """True if each head has a separate state, besides windows."""
 
     @property
     def summed_names(self) -> list[str]:
-        """Of the modules whose outputs the ranks add up, in the model."""
+        """The names, in the model, of the modules whose outputs the ranks add up."""
         parts = (*self.summed_within, self.summed)
         return [f"{self.module_name}.{part}" if part else self.module_name for part in parts]
 
     def apply(self, module: nn.Module, share: Share) -> None:
-        """Leave a rank's part in the module."""
+        """Reduce the module to a rank's part."""
         for name, sections in self.columns.items():
             keep_outputs(module, name, sections, share)
         for name, section in self.outs.items():
@@ -95,9 +95,9 @@ class Division:
             setattr(owner, last, len(kept_units(sections, share)))
 
     def divide_states(self, spec: RecurrentSpec, share: Share) -> RecurrentSpec:
-        """Return the states of a rank: its channels of a window, and its heads of other states.
+        """Return the states of a rank: its channels of windows, and its heads of other states.
 
-        A window of rows that no convolution takes is whole.
+        All ranks have the whole window if it does not belong to a convolution.
         """
         if self.has_state_of_head:
             own = [state for state in spec.states if not state.is_window]
@@ -122,7 +122,7 @@ class Division:
         return replace(state, shape=tuple(shape))
 
     def parts(self, share: Share) -> Iterator[tuple[str, MatrixPart]]:
-        """Yield the names of the divided matrices, and what a rank has of them."""
+        """Yield the names of the divided matrices, and a rank's part of each."""
         for name, sections in self.columns.items():
             first, spans = 0, []
             for section in sections:
@@ -134,13 +134,13 @@ class Division:
 
 
 def _owner(module: nn.Module, name: str) -> tuple[nn.Module, str]:
-    """Return the part of a module that has an attribute, and the attribute's name in it."""
+    """Return the submodule that has an attribute, and the attribute's name there."""
     parent, _, last = name.rpartition(".")
     return module.get_submodule(parent), last
 
 
 def _keep_heads(module: nn.Module, name: str, kept: range, num_heads: int) -> None:
-    """Keep some of a parameter's values, in the dimension of the heads."""
+    """Keep the values of some heads in a parameter or buffer."""
     owner, last = _owner(module, name)
     values: torch.Tensor = getattr(owner, last)
     dim = values.shape.index(num_heads)
@@ -149,7 +149,7 @@ def _keep_heads(module: nn.Module, name: str, kept: range, num_heads: int) -> No
 
 
 def _make_heads(module: nn.Module, name: str, kept: range) -> None:
-    """Let a method that makes a value for each head make those of some heads."""
+    """Make a method that returns a value for each head return the values of some heads."""
     made: torch.Tensor = getattr(module, name)()
     part = made[kept.start : kept.stop].clone()
     module.__dict__[name] = lambda *_: part
@@ -170,7 +170,7 @@ def _span(section: Section, share: Share, first: int = 0) -> Span:
 
 
 def _set_counts(attention: nn.Module, spec: LayerSpec) -> None:
-    """Change the counts that attention modules keep, or read from their configuration."""
+    """Set the counts that an attention module has as attributes or reads from its configuration."""
     counts = {
         "num_heads": spec.num_heads,
         "num_key_value_heads": spec.num_kv_heads,

@@ -1,6 +1,6 @@
-"""A norm of all heads together, of which each rank has some: the ranks add up their squares.
+"""A norm that covers all heads, which are divided among ranks: the ranks add up their squares.
 
-It is proven to compute what the model's own norm does when one rank has all heads.
+With all heads on one rank, the norm must reproduce the results of the model's own norm.
 """
 
 from collections.abc import Callable
@@ -11,10 +11,11 @@ from torch import nn
 
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.deferred_module import make_generator
+from worker_proc.modules.trial_errors import greatest, greatest_row_error
 
 _NUM_ROWS = 5
 _SCALES = (0.01, 1.0, 30.0)
-"""Of random rows; the small ones show the epsilon."""
+"""The scales of random rows; small rows reveal the epsilon."""
 MAX_ERROR = {torch.float32: 1e-5, torch.bfloat16: 0.02}
 
 
@@ -24,18 +25,18 @@ class RankNorm(nn.Module):
     def __init__(
         self, factors: torch.Tensor, epsilon: float, num_ranks: int, *, round_first: bool
     ) -> None:
-        """`round_first`: the values are rounded before they are multiplied by the factors."""
+        """With `round_first`, values are rounded before they are multiplied by the factors."""
         super().__init__()
         self.factors = nn.Parameter(factors.clone(), requires_grad=False)
         self.add_up: Callable[[torch.Tensor], None] | None = None
-        """Replaces sums, `[T, 1]`, by those of all ranks; None: the rank is alone."""
+        """Replaces sums, `[T, 1]`, by those of all ranks; None: there are no other ranks."""
         self._epsilon = epsilon
         self._num_ranks = num_ranks
         self._round_first = round_first
 
     @property
     def is_shared(self) -> bool:
-        """Whether the sums are those of several ranks."""
+        """True if several ranks add up their sums."""
         return self._num_ranks > 1
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -53,15 +54,15 @@ class RankNorm(nn.Module):
         return values * torch.rsqrt(squares / num_values + self._epsilon)
 
     def exchange(self, squares: torch.Tensor) -> torch.Tensor:
-        """Return the sums of all ranks."""
+        """Return the sums of the squares over all ranks."""
         assert self.add_up is not None
         rows = squares.view(-1, 1)
         self.add_up(rows)
-        return squares
+        return rows.view(squares.shape)
 
 
 def is_norm(module: nn.Module | None, num_values: int) -> bool:
-    """Return whether a module may be a norm of this many values; its values need not be there."""
+    """Return whether a module may be a norm of `num_values`; it may be on the meta device."""
     if module is None or epsilon_of(module) is None or next(module.children(), None) is not None:
         return False
     parameters = dict(module.named_parameters())
@@ -70,13 +71,13 @@ def is_norm(module: nn.Module | None, num_values: int) -> bool:
 
 @torch.inference_mode()
 def divide_norm(norm: Any, kept: slice, num_ranks: int) -> RankNorm:
-    """Return a rank's part of a norm; UnsupportedModel: it is not a root-mean-square norm."""
+    """Return a rank's part of a norm; raise UnsupportedModel for a norm of another kind."""
     weight, epsilon = norm.weight.detach(), epsilon_of(norm)
     assert epsilon is not None
     errors = {}
     for round_first in (False, True):
         whole = RankNorm(weight, epsilon, 1, round_first=round_first)
-        errors[round_first] = max(_error(norm, whole, scale) for scale in _SCALES)
+        errors[round_first] = greatest(_error(norm, whole, scale) for scale in _SCALES)
     round_first = min(errors, key=errors.__getitem__)
     if not errors[round_first] <= MAX_ERROR[weight.dtype]:
         raise UnsupportedModel(
@@ -94,6 +95,4 @@ def epsilon_of(module: nn.Module) -> float | None:
 def _error(norm: Any, other: RankNorm, scale: float) -> float:
     rows = torch.randn(_NUM_ROWS, len(other.factors), generator=make_generator(4)) * scale
     rows = rows.to(other.factors.dtype)
-    expected = norm(rows).float()
-    difference = (other(rows).float() - expected).norm(dim=-1)
-    return float((difference / expected.norm(dim=-1).clamp_min(1e-6)).max())
+    return greatest_row_error(other(rows).float(), norm(rows).float())

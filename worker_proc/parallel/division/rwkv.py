@@ -1,8 +1,8 @@
-"""How the modules of RWKV's blocks are divided among ranks: by their channels.
+"""Divides the modules of RWKV's blocks among ranks, by channels.
 
-Of what averages values a rank has some channels, with their keys, gates, decays and sums. Of the
-feed-forward it has some inner columns; its gates are of the rows that come out, so all ranks have
-them. Both mix a row with the one before it, which all ranks keep whole.
+In the module that averages values, a rank has some channels, with their keys, gates, decays and
+sums. In the feed-forward, a rank has some inner columns; all ranks have the gates, which belong to
+the outputs. Both modules mix a row with the previous one, of which all ranks keep every channel.
 """
 
 from torch import nn
@@ -16,15 +16,15 @@ from worker_proc.recurrent.scan import COLUMNS
 _BY_CHANNEL = ("time_decay", "time_first")
 _AVERAGED, _OUT = ("key", "value", "receptance"), "output"
 _MIXED = ("time_mix_key", "time_mix_value", "time_mix_receptance")
-"""How much of a row and of the one before it is taken; the same at all ranks."""
+"""The weights with which a row and the previous one are mixed; the same on all ranks."""
 _INNER, _INNER_OUT, _GATES = "key", "value", "receptance"
-"""Of the feed-forward."""
+"""The matrices of the feed-forward."""
 
 
 def divide_rwkv(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a module is divided, None of a module of another model.
+    """Return the division of a module of RWKV; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the module cannot be divided.
     """
     if not is_rwkv(module):
         return None

@@ -1,12 +1,13 @@
-"""Gives a rank its part of every layer's matrices.
+"""Divides the matrices of every layer among ranks (tensor parallelism).
 
-A rank has some heads of each attention and some inner columns of each MLP. It multiplies by its
-outputs of the matrices before these, and by its inputs of the matrix behind them, whose products
-the ranks add up. Of the output layer it has some tokens, whose logits the ranks gather. Everything
-else is the same on all ranks: embedding, norms, sampler.
+A rank has some heads of each attention and some inner columns of each MLP. The matrices before the
+heads and columns are divided by outputs, and the matrix after them by inputs; the ranks add up its
+products. The output layer is divided by tokens, and the ranks gather the logits. Everything else is
+the same on all ranks: embedding, norms, sampler.
 
-Names decide what is tried. That the ranks' outputs add up to those of the whole module is shown for
-a layer of every shape, before any is divided.
+The names of a module's parts determine the division that is tried. Before any module is divided,
+proof.py compares the sum of the ranks' outputs with the whole module's, for one module of each
+shape.
 """
 
 from collections.abc import Callable, Sequence
@@ -47,17 +48,17 @@ from worker_proc.parallel.share import Section, Share, refuse
 from worker_proc.recurrent.state_spec import RecurrentSpec
 
 _OUTS = ("o_proj", "out_proj", "dense", "c_proj")
-"""The last matrix of an attention."""
+"""The names of the last matrix of an attention module."""
 _GATES = "g_proj"
-"""A gate for each head, behind the attention."""
+"""The projection to a gate for each head, which multiplies the head's result."""
 _LATENT = {"q_a_proj", "q_a_layernorm", "kv_a_proj_with_mqa", "kv_a_layernorm"}
-"""What makes latent rows, which are the same for all heads."""
+"""The projections to latent rows and their norms, which are the same for all heads."""
 _TERMS = {
     "linear_q_adapter_list": "q_proj",
     "linear_k_adapter_list": "k_proj",
     "linear_v_adapter_list": "v_proj",
 }
-"""Lists of low-rank products that are added to those of matrices."""
+"""Lists of low-rank products, and the matrix to whose products each is added."""
 _DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = (
     divide_net,
     divide_kimi_net,
@@ -69,7 +70,7 @@ _DIVIDED_STATES: Sequence[Callable[[str, nn.Module, Share], Division | None]] = 
     divide_griffin,
     divide_rwkv,
 )
-"""For each kind of module with a state, what returns how it is divided."""
+"""A function for each kind of module with a state, which returns the module's division."""
 
 
 def check_division(checked: CheckedModel, share: Share) -> None:
@@ -90,11 +91,11 @@ def check_division(checked: CheckedModel, share: Share) -> None:
 def shard(
     loaded: LoadedModel, share: Share, device: torch.device
 ) -> tuple[LoadedModel, dict[str, MatrixPart]]:
-    """Leave a rank's part of the matrices in a loaded model, whose weights are not packed yet.
+    """Reduce a loaded model to a rank's part, before its weights are packed.
 
-    The part is moved to the device that computes it. Also returns the parts, by the names of the
-    matrices. `check_division` has allowed it.
-    UnsupportedModel: the parts of a module do not add up to it.
+    `check_division` must have accepted the model. Returns the model, on the device that computes
+    it, and the rank's part of each divided matrix by name. Raises UnsupportedModel if the parts of
+    a module do not add up to it.
     """
     divisions = _divide(loaded.model, loaded.layers, loaded.recurrent, share)
     prove(loaded, divisions, share.num_ranks)
@@ -116,13 +117,16 @@ def shard(
 
 
 def is_divided(linear: nn.Module, vocab_size: int) -> bool:
-    """Return whether a rank's output layer gives some of the logits."""
+    """Return whether a rank's output layer computes only some of the logits."""
     num_outputs: int = getattr(linear, "out_features", vocab_size)
     return num_outputs < vocab_size
 
 
 def _divide_head(loaded: LoadedModel, share: Share) -> None:
-    """Leave some tokens in the output layer, if all ranks get as many; a tied table stays whole."""
+    """Keep a rank's tokens in the output layer, if all ranks get the same number of tokens.
+
+    A tied embedding keeps all tokens.
+    """
     head = output_layer(loaded.model)
     if type(head) is nn.Linear and share.divides(head.out_features):
         tokens = share.of(head.out_features)
@@ -138,7 +142,7 @@ def _divide(
     recurrent: Sequence[RecurrentSpec],
     share: Share,
 ) -> list[Division]:
-    """Return how the layers are divided; the model may be without values."""
+    """Return the divisions of all modules; `model` may be on the meta device."""
     found = [_divide_attention(model, layer, share) for layer in layers]
     found += [_divide_recurrent(model, layer.module_name, share) for layer in recurrent]
     mixers = [part.module_name for part in found]
@@ -150,7 +154,7 @@ def _divide(
 
 
 def _layers_with(model: nn.Module, mixers: Sequence[str]) -> list[str]:
-    """Return the names of the decoder layers: those with mixers, and others in their list."""
+    """Return the names of the decoder layers: those with mixers, and others in the same lists."""
     found: dict[str, None] = {}
     for mixer in mixers:
         layer = mixer.rpartition(".")[0]
@@ -224,7 +228,10 @@ def _divide_attention(model: nn.Module, layer: ProbedLayer, share: Share) -> Div
 def _check_others(
     share: Share, name: str, attention: nn.Module, divided: set[str], spec: LayerSpec
 ) -> None:
-    """Refuse weights that are neither divided nor the same for every head, as norms of a head."""
+    """Raise UnsupportedModel for weights that are neither divided nor the same for every head.
+
+    The norms of a head are the same for every head.
+    """
     for key, parameter in attention.named_parameters():
         is_of_head = parameter.numel() in (spec.head_dim, spec.value_head_dim)
         if key.partition(".")[0] not in divided and not is_of_head:

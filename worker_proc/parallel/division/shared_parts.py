@@ -1,4 +1,4 @@
-"""Keeps the weights shared that several modules of a model have, while the modules are divided."""
+"""Keeps weights shared that belong to several modules of a model, when the modules are divided."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ from worker_proc.errors import UnsupportedModel
 
 
 class SharedParts:
-    """The weights that several modules have, and a rank's part of each: it is made once."""
+    """The weights that several modules have, and a rank's part of each, which is made once."""
 
     def __init__(self, model: nn.Module) -> None:
         found = [one for _, one in model.named_parameters(remove_duplicate=False)]
@@ -20,7 +20,11 @@ class SharedParts:
 
     @contextmanager
     def kept(self, module: nn.Module) -> Iterator[nn.Module]:
-        """Yield a module to be divided; then give it the parts that others have of its weights."""
+        """Yield a module to be divided, and then replace its parts of shared weights.
+
+        They become the parts that an earlier module has of the same weights. Raises
+        UnsupportedModel if two modules divide a weight differently.
+        """
         before = {
             name: id(one)
             for name, one in module.named_parameters(remove_duplicate=False)

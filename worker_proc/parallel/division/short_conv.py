@@ -1,6 +1,6 @@
-"""How short convolutions with gates are divided among ranks: by their channels.
+"""Divides short convolutions with gates among ranks, by channels.
 
-A rank has some channels, both of their gates, and the windows of the rows before.
+A rank has some channels, with both of their gates and the window of previous rows.
 """
 
 from torch import nn
@@ -13,9 +13,9 @@ _IN, _OUT, _CONVOLUTION = "in_proj", "out_proj", "conv"
 
 
 def divide_short_conv(name: str, module: nn.Module, share: Share) -> Division | None:
-    """Return how a short convolution is divided, None of another module.
+    """Return the division of a short convolution; None: the module is something else.
 
-    UnsupportedModel: it cannot be divided.
+    Raises UnsupportedModel if the module cannot be divided.
     """
     convolution = getattr(module, _CONVOLUTION, None)
     own = {key for key, _ in module.named_parameters(recurse=False)}
