@@ -1,4 +1,4 @@
-"""How files of an architecture become checkpoints, and what configurations have in common."""
+"""The description of an architecture in GGUF files, and parts of configurations that many share."""
 
 from collections.abc import Callable, Container, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ LOCAL_BASE = "rope.freq_base_swa"
 """The base of the rotary embedding of layers with windows."""
 LOG_MULTIPLIER = "rope.scaling.yarn_log_multiplier"
 FINETUNED = "rope.scaling.finetuned"
-"""Whether Granite has a rotary embedding."""
+"""The key that is false in models of Granite without a rotary embedding."""
 RMS_NORM_EPSILON = "attention.layer_norm_rms_epsilon"
 LAYER_NORM_EPSILON = "attention.layer_norm_epsilon"
 _GROUPS, _USED_GROUPS = "expert_group_count", "expert_group_used_count"
@@ -57,58 +57,58 @@ class Constant(NamedTuple):
 
 
 class Architecture(NamedTuple):
-    """How files of an architecture become a checkpoint of transformers."""
+    """The conversion of an architecture's files to a checkpoint of transformers."""
 
     model_type: str
     model_class: str
     own_config: Callable[[Metadata, MappedFiles], Config]
-    """Returns what its configuration has beside what all have in common."""
+    """Returns the settings of the configuration that not all architectures share."""
     names: Mapping[str, str] = {}
-    """Parts of names of tensors beside, or instead of, those that all have in common.
+    """Names of tensors in layers that differ from the usual ones, by their parts of the names.
 
-    A part with `.weight`, `.bias` or `.scale` stands for a whole name within a layer, and so does
-    one of a tensor whose name has no such end.
+    A part that ends in `.weight`, `.bias` or `.scale` is the whole name within a layer, as is the
+    name of a tensor without such an end.
     """
     permutes: bool = False
-    """Whether rows of queries and keys lie in pairs that are rotated together."""
+    """True if rows of queries and keys that are rotated together are adjacent."""
     norm_offset: float = 0.0
-    """What has been added to the weights of norms."""
+    """The number that files have added to the weights of norms."""
     joins: tuple[Join | Rows, ...] = ()
-    """Weights that are several tensors."""
+    """Weights that are several tensors in files."""
     changes: Callable[[Metadata], Mapping[str, Change]] = lambda metadata: {}
-    """Returns what is done with tensors of layers, by their names within the layer."""
+    """Returns the changes of tensors of layers, by their names within the layer."""
     top: Mapping[str, str] = {}
-    """Names of tensors beside those of layers, where they are not the usual ones."""
+    """Names of tensors outside of layers that differ from the usual ones."""
     drops_drafts: bool = False
-    """Whether layers that draft tokens, behind the others, are left out."""
+    """True if the last layers, which draft tokens, are left out."""
     prefix: str = "model"
-    """What names of layers begin with."""
+    """The beginning of the names of layers."""
     layers: str = "layers"
-    """The name of the list of layers, behind the prefix."""
+    """The name of the list of layers, after the prefix."""
     splits: Callable[[Metadata], Mapping[str, Mapping[str, Change]]] = lambda metadata: {}
-    """Returns parts of names of tensors that are several weights, with the name of each weight
-    within its layer and what is done with the tensor for it.
+    """Returns the tensors that are several weights: for the part of a tensor's name, the name of
+    each weight within its layer, and the change that makes it from the tensor.
 
-    "3.attn_qkv" is the part attn_qkv of layer 3 alone.
+    "3.attn_qkv" is the part attn_qkv of layer 3 only.
     """
     unused: Callable[[Metadata], Container[str]] = lambda metadata: ()
-    """Returns the names of tensors that files may have and that compute nothing."""
+    """Returns the names of tensors that files may have but the model does not use."""
     constants: Callable[[Metadata], Mapping[str, Constant]] = lambda metadata: {}
-    """Returns tensors whose values are keys, by their names in a checkpoint."""
+    """Returns tensors whose values are keys of the files, by their names in a checkpoint."""
     has_rms_norms: bool = True
-    """Whether files state the epsilon of RMS norms."""
+    """True if files state the epsilon of RMS norms."""
     attends: bool = True
-    """Whether any layer has heads of attention."""
+    """True if any layer has attention heads."""
     rotates: bool = True
-    """Whether attention has a rotary embedding."""
+    """True if attention has a rotary embedding."""
 
     def num_layers(self, metadata: Metadata) -> int:
-        """Return the layers of the model."""
+        """Return the number of the model's layers."""
         return before_drafts(metadata) if self.drops_drafts else metadata.integer("block_count")
 
 
 def before_drafts(metadata: Metadata) -> int:
-    """Return the layers before those that draft tokens."""
+    """Return the number of layers before those that draft tokens."""
     count = metadata.integer("block_count")
     num_drafts = metadata.integer(_DRAFTS, 0, min_value=0)
     if num_drafts >= count:
@@ -117,7 +117,7 @@ def before_drafts(metadata: Metadata) -> int:
 
 
 def rotated_heads(metadata: Metadata) -> Config:
-    """Return the size of heads of which every value is rotated."""
+    """Return the size of heads; raise UnsupportedModel unless all of their values are rotated."""
     size = metadata.head_size()
     if metadata.integer("rope.dimension_count", size) != size:
         raise metadata.unsupported("rope.dimension_count", f"{size}, the values of a head")
@@ -125,14 +125,14 @@ def rotated_heads(metadata: Metadata) -> Config:
 
 
 def check_head_size(metadata: Metadata) -> None:
-    """Raise UnsupportedModel unless the heads divide an embedding among them."""
+    """Raise UnsupportedModel unless the sizes of all heads add up to the embedding's."""
     size = metadata.integer("embedding_length") // metadata.integer("attention.head_count")
     if metadata.head_size() != size:
         raise metadata.unsupported("attention.key_length", str(size))
 
 
 def partly_rotated(metadata: Metadata, file: MappedFiles) -> Config:
-    """Return the size of heads, and which part of a head is rotated."""
+    """Return the size of heads, and the share of a head that is rotated."""
     size = metadata.head_size()
     rope = rope_parameters(metadata, file)
     rope["partial_rotary_factor"] = metadata.rotated_share(size)
@@ -152,7 +152,7 @@ def check_sigmoid(metadata: Metadata) -> None:
 
 
 def scales(metadata: Metadata) -> Config:
-    """Return by what Granite scales embeddings, residuals, scores and logits."""
+    """Return the factors of embeddings, residuals, scores and logits in Granite."""
     return {
         "embedding_multiplier": metadata.number("embedding_scale", 1.0),
         "residual_multiplier": metadata.number("residual_scale", 1.0),
@@ -181,9 +181,10 @@ def used_experts(metadata: Metadata) -> Config:
 
 
 def window_layers(metadata: Metadata, interval: int, count: int | None = None) -> Config:
-    """Return the kinds of `count` layers, or of all.
+    """Return the kinds of the first `count` layers, by default of all.
 
-    Of `interval` ones the last has no window, or as stated.
+    Every layer whose number, counted from 1, is a multiple of `interval` has no window. A file may
+    state another interval, or a list.
     """
     count = metadata.integer("block_count") if count is None else count
     stated = metadata.get(_WINDOW_PATTERN)
@@ -199,7 +200,7 @@ def window_layers(metadata: Metadata, interval: int, count: int | None = None) -
 
 
 def routed(metadata: Metadata) -> Config:
-    """Return what mixtures with shared experts have, as DeepSeek names it."""
+    """Return the settings of mixtures with shared experts, under DeepSeek's names."""
     num_experts = metadata.integer("expert_count")
     num_groups = metadata.integer(_GROUPS, 0, min_value=0) or 1
     num_used = metadata.integer(_USED_GROUPS, 0, min_value=0) or 1

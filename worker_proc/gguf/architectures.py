@@ -32,12 +32,14 @@ from worker_proc.gguf.model_header import Header
 from worker_proc.gguf.neutral import neutral_values
 from worker_proc.gguf.rotary import rope_parameters
 from worker_proc.gguf.short_convolutions import SHORT_CONVOLUTIONS
+from worker_proc.gguf.windowed_mixtures import WINDOWED_MIXTURES
 
 ARCHITECTURES: Mapping[str, Architecture] = {
     **DENSE,
     **LAYER_NORMS,
     **GEMMAS,
     **MIXTURES,
+    **WINDOWED_MIXTURES,
     **SHORT_CONVOLUTIONS,
     **DELTA_NETS,
     **MAMBAS,

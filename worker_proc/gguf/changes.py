@@ -1,4 +1,4 @@
-"""How tensors of a file differ from those of a checkpoint with the same weights."""
+"""Differences between the tensors of a file and those of a checkpoint with the same weights."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class Change(NamedTuple):
     values: Callable[[torch.Tensor], torch.Tensor] | None = None
     """Converts uncoded values to those of a checkpoint; may change the shape."""
     transposes: bool = False
-    """Whether the rows of the file are the columns of the result; codes are dequantized."""
+    """True if the rows of the file are the columns of the result; codes are then dequantized."""
 
     def shape(self, stored: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of the result for a tensor of shape `stored`."""
@@ -53,7 +53,7 @@ def as_matrix(row: torch.Tensor) -> torch.Tensor:
 
 
 def logarithm(rates: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms of decay rates, which files store negated; ValueError: they are not."""
+    """Return the logarithms of decay rates, which are negative in files; otherwise ValueError."""
     if not rates.is_meta and not bool((rates < 0).all()):
         raise ValueError("has rates of decay that are not less than 0")
     return (-rates.float()).log()

@@ -31,9 +31,9 @@ from worker_proc.gguf.rotary import rope_parameters
 _ALPHA = "rope.scaling.alpha"
 """The key of a number: the base of the rotary embedding is multiplied by a power of it."""
 _MINICPM_BASE_WIDTH = 256
-"""By how many times of this width logits are divided."""
+"""Logits are divided by the quotient of the model's width and this one."""
 _EXAONE4_32B_LAYERS, _EXAONE4_WINDOW = 64, 4096
-"""Of the model that has windows, whose old files do not state them."""
+"""The layers and the window of EXAONE-4 32B, whose older files do not state the window."""
 _SMOLLM3_NO_ROPE_INTERVAL = 4
 """Every fourth layer has no rotary embedding."""
 _XIELU = ("alpha_p", "alpha_n"), ("beta", "eps")

@@ -21,14 +21,14 @@ from worker_proc.gguf.metadata import Metadata
 from worker_proc.gguf.rotary import check_unscaled, rope_parameters
 
 _GEMMA2_27B_LAYERS, _GEMMA3_27B_LAYERS = 46, 62
-"""Of the models whose queries are scaled by the width of a head that the model does not have."""
+"""The layers of the models whose factor on queries does not follow from their head size."""
 _USUAL_LOCAL_BASE = 10_000.0
 _SHARED_LAYERS = "attention.shared_kv_layers"
 _GEMMA3N_OWN_LAYERS = 20
-"""Of Gemma-3n, the layers that have keys and values of their own."""
+"""The number of layers of Gemma-3n that have separate keys and values."""
 _PER_LAYER = "embedding_length_per_layer_input"
 _UNROTATED = 1e30
-"""By what frequencies of values that are not rotated are divided."""
+"""The divisor in files for the frequencies of values that are not rotated."""
 _SPARSITY_DIGITS = 6
 
 

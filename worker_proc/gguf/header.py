@@ -1,4 +1,4 @@
-"""The header of one GGUF file: keys with values, and where its tensors lie.
+"""The header of one GGUF file: keys with values, and the places of its tensors.
 
 A file begins with magic, version, number of tensors and number of keys; keys with their values and
 the table of tensors follow, then, aligned, the data. All numbers are little-endian. A file is not
@@ -17,11 +17,11 @@ from worker_proc.gguf.types import READ, Block, TensorType, type_name
 MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _MAX_HEADER_BYTES = 256 << 20
-"""Before the data: vocabularies have a few MB."""
+"""The maximum length of a header, in which a vocabulary takes a few MB."""
 _FIRST_BYTES = 1 << 20
-"""What is read at first; each further piece is as long as all before it."""
+"""The length of the first piece that is read; each further piece is as long as all before it."""
 _MAX_ELEMENTS = 1 << 23
-"""Of all lists together, as each element takes more memory than in the file."""
+"""The maximum number of elements of all lists: an element takes more memory than in the file."""
 _MAX_KEYS, _MAX_TENSORS = 65_536, 1 << 17
 _MAX_DIMENSIONS = 4
 _ALIGNMENTS = [1 << bits for bits in range(3, 21)]
@@ -39,13 +39,13 @@ class TensorEntry(NamedTuple):
 
     name: str
     type: int
-    """Its number in files; that of a `TensorType`, or of a type that is not read."""
+    """The number of the type in files: that of a `TensorType`, or of a type that is not read."""
     shape: tuple[int, ...]
     """The last dimension varies fastest, unlike in the file."""
     offset: int
-    """Of its data, from the beginning of its file."""
+    """The offset of the data in the file."""
     file: int = 0
-    """The number of its file, of those of the model."""
+    """The number of the file among those of the model."""
 
 
 class FileHeader(NamedTuple):
@@ -53,10 +53,10 @@ class FileHeader(NamedTuple):
 
     path: Path
     metadata: dict[str, Any]
-    """Values by their keys: integers, floats, booleans, strings, or lists of those."""
+    """Values by their keys: integers, floats, booleans, strings, or lists of these."""
     tensors: list[TensorEntry]
     num_bytes: int
-    """From the beginning of the file to its data."""
+    """The length of the header, which the data follow."""
     file_bytes: int
 
 
@@ -69,7 +69,10 @@ def read_file_header(path: Path, file_bytes: int, read: Callable[[int], bytes]) 
 
 
 def check_place(path: Path, size: int, entry: TensorEntry, block: Block) -> int:
-    """Return where a tensor of blocks ends; CheckpointError: not within a file of `size` bytes."""
+    """Return the offset at which a tensor of blocks ends.
+
+    Raises CheckpointError if it is not within a file of `size` bytes.
+    """
     name, shape = entry.name[:100], list(entry.shape)
     if 0 in shape or shape[-1] % block.num_values:
         raise CheckpointError(

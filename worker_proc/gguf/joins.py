@@ -1,4 +1,4 @@
-"""Weights that files have in several tensors: matrices or rows are joined one after the other."""
+"""Weights that are several tensors in files: their matrices or rows are joined."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -14,7 +14,7 @@ from worker_proc.gguf.types import READ, type_name
 
 
 class Join(NamedTuple):
-    """How tensors of a layer become one weight of transformers."""
+    """The tensors of a layer that become one weight, and the function that joins them."""
 
     target: str
     """The name of the weight within its layer."""
@@ -23,15 +23,15 @@ class Join(NamedTuple):
     join: Callable[..., torch.Tensor]
     """Returns a part of the weight for one matrix, or row, of each tensor."""
     flat: bool = False
-    """Whether the parts of the weight lie one below the other, and are not stacked."""
+    """True if the parts of the weight are joined by rows, and not stacked."""
     of_experts: bool = True
-    """Whether the tensors have a matrix, or row, of each expert."""
+    """True if the tensors have a matrix, or row, for each expert."""
     whole: str = ""
-    """The tensor that is the weight itself in some files; those that it is joined of are copies."""
+    """A tensor that is the weight itself in some files, whose parts are then copies of it."""
 
 
 class JoinedTensor(NamedTuple):
-    """A weight that files have in several tensors."""
+    """A weight that is several tensors in files."""
 
     name: str
     entries: tuple[TensorEntry, ...]
@@ -50,9 +50,9 @@ class JoinedTensor(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """A weight with the rows of several tensors of a layer, one tensor below the other.
+    """The tensors of a layer whose rows, one tensor after the other, become one weight.
 
-    Those of experts have the matrices of all. Its codes stay.
+    The codes of the rows are kept. Tensors of experts have the matrices of all experts.
     """
 
     target: str
@@ -60,9 +60,9 @@ class Rows(NamedTuple):
     parts: tuple[str, ...]
     """The names of the tensors within their layer."""
     whole: str = ""
-    """The tensor that is the weight itself in some files, in place of its parts."""
+    """A tensor that some files have instead of the parts, and that is the weight itself."""
     order: Callable[[Metadata], torch.Tensor] | None = None
-    """Returns which of all rows, as they lie in the parts, stands at each place."""
+    """Returns, for each row of the weight, the number of the row among those of all parts."""
 
 
 class JoinedRows(NamedTuple):
@@ -75,7 +75,7 @@ class JoinedRows(NamedTuple):
 
     @property
     def has_codes(self) -> bool:
-        """Whether kernels can read all of it: rows in another order must be of one type."""
+        """True if kernels can read the codes: rows in another order must be of one type."""
         types = {entry.type for entry in self.entries}
         return types <= READ - PLAIN.keys() and (self.order is None or len(types) == 1)
 
@@ -93,7 +93,7 @@ class JoinedRows(NamedTuple):
 def join_rows(header: Header, layer: str, how: Rows) -> JoinedRows:
     """Return a weight of a layer; raises CheckpointError for tensors that cannot be joined.
 
-    `layer` is what the names of its weights begin with: `PREFIX.layers.NUMBER`.
+    `layer` is the beginning of the names of its weights: `PREFIX.layers.NUMBER`.
     """
     number = layer.rpartition(".")[2]
     is_whole = f"blk.{number}.{how.whole}" in header.tensors

@@ -18,7 +18,7 @@ KNOWN = frozenset(
         *("starcoder", "starcoder2", "xverse"),
     }
 )
-"""Those of `ARCHITECTURES`, and no others."""
+"""The keys of `ARCHITECTURES`."""
 
 
 def check_known(header: Header) -> None:

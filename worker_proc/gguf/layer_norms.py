@@ -26,13 +26,13 @@ _HEADS, _WIDTH, _LENGTH = "attention.head_count", "feed_forward_length", "contex
 _CLAMP, _ALIBI = "attention.clamp_kqv", "attention.max_alibi_bias"
 _PARALLEL = "use_parallel_residual"
 _MAX_NORMED_HEADS = 4096
-"""Of StableLM, in which each head has a norm."""
+"""The maximum number of heads in StableLM, where each head has a separate norm."""
 _TRANSPOSED = Change(transposes=True)
-"""What is done with the matrices of GPT-2, of which checkpoints have the inputs as rows."""
+"""The change of GPT-2's matrices, whose rows are the inputs in checkpoints."""
 
 
 def _check_as_many_keys(metadata: Metadata) -> None:
-    """Raise UnsupportedModel unless each head has keys of its own."""
+    """Raise UnsupportedModel unless each head has separate keys."""
     heads = metadata.integer(_HEADS)
     if metadata.integer(KV_HEADS, heads) != heads:
         raise metadata.unsupported(KV_HEADS, f"{heads}, the number of all heads")

@@ -1,4 +1,4 @@
-"""What the headers of a model's files state together: keys, and a table of all tensors."""
+"""The headers of all files of a model: keys, and a table of all tensors."""
 
 import os
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ class Header(NamedTuple):
 
     files: tuple[FileHeader, ...]
     tensors: dict[str, TensorEntry]
-    """Of all files."""
+    """The tensors of all files, by name."""
 
     @property
     def path(self) -> Path:

@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file under the names that the same weights have in safetensors."""
+"""The tensors of a GGUF file, by the names of the same weights in a checkpoint of transformers."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -36,17 +36,17 @@ _LAYER = {
 }
 _NAME = re.compile(r"(?:blk\.(\d{1,6})\.)?(\w+(?:\.\w+)??)(?:\.(weight|bias|scale))?")
 _CHANNELS = frozenset({"shortconv.conv", "ssm_conv1d"})
-"""The kernels of a convolution of each channel, which has one input."""
+"""The kernels of depthwise convolutions."""
 _GATES, _FACTORS = "ffn_gate_exps", "ffn_up_exps"
 _FUSED_EXPERTS = "ffn_gate_up_exps.weight"
 _SHARED_GATE = "ffn_gate_inp_shexp"
-"""Of one row, which older files have as a vector."""
+"""The matrix of one row that gates shared experts; it is a vector in older files."""
 _MAX_EXPERTS = 4096
 _PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 
 
 class NamedConstant(NamedTuple):
-    """A tensor whose values the file has as keys."""
+    """A tensor whose elements are all the value of one key."""
 
     name: str
     value: float
@@ -54,12 +54,12 @@ class NamedConstant(NamedTuple):
 
 
 class NamedTensor(NamedTuple):
-    """A tensor, or one of its matrices, as a checkpoint of transformers has it."""
+    """A weight of a checkpoint that is a tensor of the file, or one matrix of it."""
 
     name: str
     entry: TensorEntry
     matrix: int | None = None
-    """Of a tensor with those of all experts."""
+    """The number of the matrix in a tensor with those of all experts; None: the whole tensor."""
     change: Change = UNCHANGED
 
     @property
@@ -71,7 +71,7 @@ class NamedTensor(NamedTuple):
 def named_tensors(
     header: Header, architecture: Architecture
 ) -> Iterator[NamedTensor | NamedConstant | JoinedTensor | JoinedRows]:
-    """Yield what a checkpoint has; raises CheckpointError for a tensor without a meaning."""
+    """Yield the weights of a checkpoint; raise CheckpointError for a tensor that is not used."""
     metadata = Metadata(header)
     for name, (value, shape) in architecture.constants(metadata).items():
         yield NamedConstant(name, value, shape)

@@ -12,18 +12,18 @@ _PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})(\.gguf)", re.IGNORECASE)
 
 
 class PartName(NamedTuple):
-    """What the name of a file states."""
+    """The model and the part that the name of a file stands for."""
 
     names: tuple[str, ...]
-    """Of all files of the model, in order."""
+    """The names of all files of the model, in order."""
     number: int
-    """The place of this one, from 1 on."""
+    """The number of this file, from 1 on."""
     model: str
     """The name of the model."""
 
 
 def part_name(name: str) -> PartName:
-    """Return what the name of a file states; most models have one file."""
+    """Parse the name of a file; most models have one file."""
     found = _PART.fullmatch(name)
     if found is not None:
         model, number, count, end = found[1], int(found[2]), int(found[3]), found[4]

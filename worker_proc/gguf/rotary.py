@@ -12,7 +12,7 @@ from worker_proc.gguf.metadata import Metadata
 
 _DEFAULT_BASE = 10_000.0
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_LENGTH = 1.0, 4.0, 8192
-"""What all models of the Llama-3 series have in common; files state the resulting factors."""
+"""The settings of all models of the Llama-3 series; files state only the resulting factors."""
 _SCALING = "rope.scaling"
 _OLD_FACTOR = "rope.scale_linear"
 """The key of old files for `rope.scaling.factor`."""

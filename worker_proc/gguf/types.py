@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 
 class Block(NamedTuple):
-    """What is stored together."""
+    """The smallest unit of a type: values that share a scale, or a single value."""
 
     num_values: int
     num_bytes: int
@@ -33,7 +33,7 @@ class TensorType(enum.IntEnum):
 
     @property
     def is_plain(self) -> bool:
-        """Whether its values are numbers, and not blocks of codes."""
+        """True if values are stored as numbers, and not as blocks of codes."""
         return self.block.num_values == 1
 
 
