@@ -11,32 +11,14 @@ import openai
 import pytest
 
 from api_proc.app import start_sessions
-from api_proc.text.tokenizer import FIRST_BYTE_ID
-from protocol.api_core import AddRequest
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
 from protocol.sampling import GrammarKind
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer, emitting, ids_of
+from tests.api.tool_answers import ARGUMENTS, FACTS, PARAMETERS, TEXT, prompt_of
 
-FACTS = ModelFacts("null", 1000, 1_000_000, 16, 70_000, [EOS_ID])
 MODEL = "null"
 PATH = "/v1/chat/completions"
-TEXT = (
-    '<think>\nWhich "city"?\n</think>\n\nLet me look.\n<tool_call>\n'
-    '{"name": "get_weather", "arguments": {"city": "Genève", "days": [1, 2]}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-)
-ARGUMENTS = '{"city": "Genève", "days": [1, 2]}'
-PARAMETERS = {
-    "type": "object",
-    "properties": {
-        "city": {"type": "string"},
-        "days": {"type": "array", "items": {"type": "integer"}},
-    },
-    "required": ["city"],
-    "additionalProperties": False,
-}
 WEATHER = {
     "type": "function",
     "function": {"name": "get_weather", "description": "The weather.", "parameters": PARAMETERS},
@@ -62,10 +44,6 @@ def live() -> Iterator[LiveServer]:
 def client(live: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=live.url + "/v1", api_key="x", max_retries=0) as client:
         yield client
-
-
-def prompt_of(add: AddRequest) -> str:
-    return bytes(i - FIRST_BYTE_ID for i in add.prompt_token_ids).decode()
 
 
 def test_whole_answer(client: openai.OpenAI) -> None:

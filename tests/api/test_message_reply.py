@@ -14,7 +14,7 @@ from api_proc.anthropic.reply import MessageReply
 from api_proc.chat.families import find_dialect
 from api_proc.chat.parser import OutputParser
 from api_proc.text.output_sequence import Delta
-from tests.api.test_chat_tools import TEXT
+from tests.api.tool_answers import TEXT
 from tests.message_stream import MessageEvent, message_of, parse
 
 CHAT = chat_of(MessagesBody(messages=[InputMessage("user", "hi")], max_tokens=5000))

@@ -16,7 +16,7 @@ from protocol.core_worker import ModelFacts
 from protocol.sampling import GrammarKind
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer, emitting, ids_of, repeating
-from tests.api.test_chat_tools import ARGUMENTS, PARAMETERS, TEXT, prompt_of
+from tests.api.tool_answers import ARGUMENTS, PARAMETERS, TEXT, prompt_of
 from tests.message_stream import message_of, parse
 
 PATH = "/v1/messages"

@@ -11,11 +11,7 @@ from core_proc.request import RequestStatus
 from protocol.core_worker import KVGroup, StoreBlocks
 from tests.core.fake_store import FakeStore
 from tests.core.state_bench import FULL, STATES, WINDOW
-from tests.core.test_offload import (
-    BLOCK,
-    Bench,
-    check_that_a_load_waits_for_the_end_of_another,
-)
+from tests.core.store_bench import BLOCK, Bench, check_that_a_load_waits_for_the_end_of_another
 
 SPACING = 4 * BLOCK
 PROMPT = [1000 + i for i in range(10 * BLOCK + 3)]

@@ -18,7 +18,7 @@ from protocol.sampling import SamplingParams
 from tests.core.fake_store import FakeStore
 from tests.core.harness import Harness
 from tests.core.state_bench import STATES
-from tests.core.test_offload import BLOCK, PROMPT, filled_store
+from tests.core.store_bench import BLOCK, PROMPT, filled_store
 from tests.core.test_offload_states import ALL_GROUPS, SPACING, fill
 from tests.core.test_offload_states import PROMPT as LONG_PROMPT
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from tests.gpu.test_parity_cuda import make_runner
+from tests.gpu.runners import make_runner
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.parity import make_prompts

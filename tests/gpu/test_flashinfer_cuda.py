@@ -9,7 +9,7 @@ import torch
 from transformers import Gemma2Config
 
 from protocol.config import AttentionName
-from tests.gpu.test_parity_cuda import MIN_EQUAL_OUTPUTS, make_runner
+from tests.gpu.runners import MIN_EQUAL_OUTPUTS, make_runner
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.parity import GREEDY, make_prompts

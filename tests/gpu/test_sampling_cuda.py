@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from protocol.sampling import SamplingParams
-from tests.gpu.test_parity_cuda import make_eager_runner, make_plain_runner, make_whole_runner
+from tests.gpu.runners import make_eager_runner, make_plain_runner, make_whole_runner
 from tests.worker.checkpoints import ARCHITECTURES, VOCAB_SIZE, build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.sampling.rows import EOS, make_row, random_logits, random_params, random_rows

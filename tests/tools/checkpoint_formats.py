@@ -29,7 +29,8 @@ from scripts.gguf.directory import make_directory
 from tests.tools.quantization_error import DEMO, Rounding, held_out_windows, measure
 from tests.worker.driving import drive
 from tests.worker.gguf.gguf_files import write_random_gguf
-from tests.worker.quantization.quantized_checkpoints import LAYOUTS, Layout, is_quantized
+from tests.worker.quantization.layouts import Layout
+from tests.worker.quantization.quantized_checkpoints import LAYOUTS, is_quantized
 from worker_proc.model_runner import ModelRunner
 from worker_proc.runner import ReportProgress
 from worker_proc.startup.load_runner import load_model_runner

@@ -22,7 +22,7 @@ from tests.api.responses.tool_model import (
     create,
     stream,
 )
-from tests.api.test_chat_tools import ARGUMENTS, TEXT
+from tests.api.tool_answers import ARGUMENTS, TEXT
 
 MODEL = "null"
 

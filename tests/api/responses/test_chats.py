@@ -12,7 +12,7 @@ from api_proc.responses.items import messages_of
 from protocol.api_core import AddRequest
 from tests.api.fake_engine import LiveServer
 from tests.api.responses.tool_model import CALL, HTTP, NOW, RESULT, TOOLS, WEATHER, create
-from tests.api.test_chat_tools import prompt_of
+from tests.api.tool_answers import prompt_of
 
 CHAT_PATH = "/v1/chat/completions"
 

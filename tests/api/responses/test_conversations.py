@@ -8,7 +8,7 @@ from protocol.core_worker import ModelFacts
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer
 from tests.api.responses.tool_model import BODY, HTTP, PATH, create, stream
-from tests.api.test_chat_tools import prompt_of
+from tests.api.tool_answers import prompt_of
 
 
 @pytest.mark.parametrize("streamed", [False, True])

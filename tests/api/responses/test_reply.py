@@ -21,8 +21,8 @@ from api_proc.text.output_sequence import Delta
 from protocol.config.settings import configure
 from tests.api.fake_engine import FakeClient, LiveServer
 from tests.api.responses.tool_model import EXPECTED, check_events, content_of, parse_events
-from tests.api.test_chat_tools import TEXT
 from tests.api.test_message_reply import cut
+from tests.api.tool_answers import TEXT
 
 CHAT = ResponseDecoder()(b'{"input": "x"}')
 Event = tuple[dict[str, Any], str | None]

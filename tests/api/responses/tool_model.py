@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer, emitting, ids_of
-from tests.api.test_chat_tools import ARGUMENTS, FACTS, PARAMETERS, TEXT
+from tests.api.tool_answers import ARGUMENTS, FACTS, PARAMETERS, TEXT
 
 PATH = "/v1/responses"
 HTTP = httpx.Client(timeout=30)

@@ -7,15 +7,10 @@ from transformers import LlamaConfig
 
 from scripts.testing import EngineFactory
 from tests.system.kills import check_tokens_after_kills
-from tests.worker.quantization.quantized_checkpoints import (
-    WIDE,
-    Layout,
-    bitsandbytes_int8,
-    bitsandbytes_table,
-    gptq,
-    int_quantized,
-    write_quantized,
-)
+from tests.worker.quantization.bitsandbytes_layouts import bitsandbytes_int8, bitsandbytes_table
+from tests.worker.quantization.integer_layouts import gptq, int_quantized
+from tests.worker.quantization.layouts import WIDE, Layout
+from tests.worker.quantization.quantized_checkpoints import write_quantized
 from worker_proc.native.build import build, compiler
 
 

@@ -13,14 +13,10 @@ from tests.families.verification import DECIDED_BY_FORWARD
 from tests.system.kills import connected, repeating, requests_of, tokens_over_kill
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
 from tests.worker.parity import generate
-from tests.worker.quantization.quantized_checkpoints import (
-    WIDE,
-    Layout,
-    fp8_blocks,
-    int_quantized,
-    pack_quantized,
-    write_quantized,
-)
+from tests.worker.quantization.float_layouts import fp8_blocks
+from tests.worker.quantization.integer_layouts import int_quantized, pack_quantized
+from tests.worker.quantization.layouts import WIDE, Layout
+from tests.worker.quantization.quantized_checkpoints import write_quantized
 from tests.worker.recurrent_models import RECURRENT
 from worker_proc.native.build import build, compiler
 

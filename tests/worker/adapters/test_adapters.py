@@ -28,12 +28,9 @@ from protocol.core_worker import NewRequestData
 from tests.worker.adapters.peft_adapters import merge, write_adapter
 from tests.worker.bitwise import CONFIGS, NUM_THREADS, Recorder, Schedule, engine_config, make_texts
 from tests.worker.checkpoints import build_checkpoint
-from tests.worker.quantization.quantized_checkpoints import (
-    Layout,
-    gptq,
-    int_quantized,
-    write_quantized,
-)
+from tests.worker.quantization.integer_layouts import gptq, int_quantized
+from tests.worker.quantization.layouts import Layout
+from tests.worker.quantization.quantized_checkpoints import write_quantized
 from tests.worker.runners import make_runners
 from worker_proc import model_runner
 from worker_proc.model_runner import ModelRunner

@@ -14,8 +14,8 @@ import torch
 from protocol.core_worker import SchedulerOutput, StoreBlocks, TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
+from tests.worker.drafting.oracle import Oracle
 from tests.worker.drafting.test_draft_model import Intermittent
-from tests.worker.drafting.test_speculation import Oracle
 from tests.worker.driving import Run, drive
 from tests.worker.parity import make_runner
 from tests.worker.recurrent_models import KINDS, RECURRENT

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from tests.worker.checkpoints import SHAPE, build_checkpoint
-from tests.worker.gguf.gguf_layouts import AFTER_PARTS, LAYOUTS, Layout, then
+from tests.worker.gguf.gguf_layouts import AFTER_PARTS, LAYOUTS
+from tests.worker.gguf.layout import Layout, then
 
 WIDE: dict[str, Any] = SHAPE | {"hidden_size": 256, "intermediate_size": 512, "head_dim": 64}
 """Every matrix has whole blocks of 256 inputs."""

@@ -4,41 +4,16 @@
 knows; `together` returns the weights of what was written, after its values were rounded.
 """
 
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Mapping
 
 import torch
 from transformers import PretrainedConfig
 
-Weights = Mapping[str, torch.Tensor]
+from tests.worker.gguf.layout import Layout, Weights, inverse, named, renamed_starts, then
+from tests.worker.gguf.state_layouts import DELTA, KIMI, MAMBA, STATES
 
 
-class Layout(NamedTuple):
-    """What is done with the weights of one type of model."""
-
-    apart: Callable[[Weights, PretrainedConfig], dict[str, torch.Tensor]]
-    together: Callable[[Weights, PretrainedConfig], dict[str, torch.Tensor]]
-
-
-def _renamed(weights: Weights, names: Mapping[str, str]) -> dict[str, torch.Tensor]:
-    """Return weights of which ends of names have changed."""
-    changed = {}
-    for name, tensor in weights.items():
-        old = next((old for old in names if name.endswith(old)), None)
-        changed[name if old is None else name.removesuffix(old) + names[old]] = tensor
-    return changed
-
-
-def _renamed_starts(weights: Weights, old: str, new: str) -> dict[str, torch.Tensor]:
-    """Return weights of which the starts of names have changed."""
-    return {new + name.removeprefix(old): tensor for name, tensor in weights.items()}
-
-
-def _inverse(names: Mapping[str, str]) -> dict[str, str]:
-    return {new: old for old, new in names.items()}
-
-
-def _split_experts(weights: Weights) -> dict[str, torch.Tensor]:
+def split_experts(weights: Weights) -> dict[str, torch.Tensor]:
     """Return weights with gates and factors of all experts, and what follows, as matrices."""
     parts: dict[str, torch.Tensor] = {}
     for name, tensor in weights.items():
@@ -54,7 +29,7 @@ def _split_experts(weights: Weights) -> dict[str, torch.Tensor]:
     return parts
 
 
-def _join_experts(parts: Weights) -> dict[str, torch.Tensor]:
+def join_experts(parts: Weights) -> dict[str, torch.Tensor]:
     weights = {}
     for name, tensor in parts.items():
         if name.endswith(".experts.gate_proj.weight"):
@@ -65,100 +40,6 @@ def _join_experts(parts: Weights) -> dict[str, torch.Tensor]:
         elif not name.endswith(".experts.up_proj.weight"):
             weights[name] = tensor
     return weights
-
-
-_DELTA_NAMES = {"linear_attn.dt_bias": "linear_attn.dt_proj.bias"}
-
-
-def _scaled_norm(name: str) -> bool:
-    return name.endswith("norm.weight") and not name.endswith("linear_attn.norm.weight")
-
-
-def _heads_apart(values: torch.Tensor, config: PretrainedConfig, size: int) -> torch.Tensor:
-    """Return rows of heads of values in the order of files: first the first of each key."""
-    num_keys = config.linear_num_key_heads
-    heads = values.view(num_keys, -1, size, *values.shape[1:])
-    return heads.transpose(0, 1).reshape(values.shape)
-
-
-def _heads_together(values: torch.Tensor, config: PretrainedConfig, size: int) -> torch.Tensor:
-    heads = values.view(-1, config.linear_num_key_heads, size, *values.shape[1:])
-    return heads.transpose(0, 1).reshape(values.shape)
-
-
-def _in_order(
-    name: str,
-    tensor: torch.Tensor,
-    config: PretrainedConfig,
-    move: Callable[[torch.Tensor, PretrainedConfig, int], torch.Tensor],
-) -> torch.Tensor:
-    """Return a tensor of DeltaNet with its heads of values moved."""
-    size = config.linear_value_head_dim
-    match name.rpartition("linear_attn.")[2]:
-        case "in_proj_qkv.weight" | "conv1d.weight":
-            num_before = 2 * config.linear_num_key_heads * config.linear_key_head_dim
-            return torch.cat((tensor[:num_before], move(tensor[num_before:], config, size)))
-        case "in_proj_z.weight":
-            return move(tensor, config, size)
-        case "in_proj_b.weight" | "in_proj_a.weight" | "A_log" | "dt_bias":
-            return move(tensor, config, 1)
-        case "out_proj.weight":
-            return move(tensor.t().contiguous(), config, size).t().contiguous()
-    return tensor
-
-
-def _delta_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    is_next = config.model_type == "qwen3_next"
-    parts = {}
-    for name, tensor in weights.items():
-        moved = tensor if is_next else _in_order(name, tensor, config, _heads_apart)
-        if name.endswith("A_log"):
-            moved = -moved.exp()
-        elif name.endswith("conv1d.weight"):
-            moved = moved.squeeze(1)
-        elif _scaled_norm(name):
-            moved = moved + 1
-        if name.endswith("in_proj_qkvz.weight"):
-            of_heads = moved.view(config.linear_num_key_heads, -1, moved.shape[1])
-            sizes = _qkvz_sizes(config)
-            q, k, v, z = (part.flatten(0, 1) for part in of_heads.split(sizes, 1))
-            parts[name.replace("qkvz", "qkv")] = torch.cat((q, k, v))
-            parts[name.replace("qkvz", "z")] = z.contiguous()
-        else:
-            parts[name] = moved
-    return _renamed(parts, _DELTA_NAMES)
-
-
-def _delta_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    is_next = config.model_type == "qwen3_next"
-    weights = {}
-    for name, tensor in _renamed(parts, _inverse(_DELTA_NAMES)).items():
-        if is_next and name.endswith("in_proj_qkv.weight"):
-            num_keys = config.linear_num_key_heads
-            q, k, v = tensor.split([num_keys * size for size in _qkvz_sizes(config)[:3]])
-            z = parts[name.replace("qkv", "z")]
-            of_heads = torch.cat([part.view(num_keys, -1, z.shape[1]) for part in (q, k, v, z)], 1)
-            weights[name.replace("qkv", "qkvz")] = of_heads.flatten(0, 1)
-            continue
-        if is_next and name.endswith("in_proj_z.weight"):
-            continue
-        read = _of_state(name, tensor - 1 if _scaled_norm(name) else tensor)
-        weights[name] = read if is_next else _in_order(name, read, config, _heads_together)
-    return weights
-
-
-def _of_state(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return rates of decay and kernels of convolutions as a checkpoint has them."""
-    if name.endswith("A_log"):
-        return (-tensor).log().flatten()
-    return tensor.unsqueeze(1) if name.endswith("conv1d.weight") else tensor
-
-
-def _qkvz_sizes(config: PretrainedConfig) -> list[int]:
-    """Return the rows that each head of keys has of queries, keys, values and gates."""
-    per_key = config.linear_num_value_heads // config.linear_num_key_heads
-    size = per_key * config.linear_value_head_dim
-    return [config.linear_key_head_dim, config.linear_key_head_dim, size, size]
 
 
 def _as_halves(names: Mapping[str, tuple[str, str]]) -> Layout:
@@ -187,69 +68,6 @@ def _as_halves(names: Mapping[str, tuple[str, str]]) -> Layout:
         return weights
 
     return Layout(apart, together)
-
-
-def _named(names: Mapping[str, str]) -> Layout:
-    """Return a layout in which ends of names have changed."""
-    return Layout(
-        lambda weights, config: _renamed(weights, names),
-        lambda parts, config: _renamed(parts, _inverse(names)),
-    )
-
-
-def then(*layouts: Layout) -> Layout:
-    """Return what layouts do one after the other."""
-
-    def apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-        for layout in layouts:
-            weights = layout.apart(weights, config)
-        return dict(weights)
-
-    def together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-        for layout in reversed(layouts):
-            parts = layout.together(parts, config)
-        return dict(parts)
-
-    return Layout(apart, together)
-
-
-def _is_mamba(config: PretrainedConfig) -> bool:
-    """Return whether layers are those of Mamba, and not of Mamba-2."""
-    return config.model_type.endswith("mamba") or config.model_type == "jamba"
-
-
-def _states_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """Return tensors of Mamba and Mamba-2 as files have them."""
-    groups = getattr(config, "mamba_n_groups", None) or getattr(config, "n_groups", 1)
-    parts = {}
-    for name, tensor in weights.items():
-        if name.endswith("A_log"):
-            rates = -tensor.exp()
-            parts[name] = rates if rates.ndim == 2 else rates.view(-1, 1)
-        elif name.endswith((".D", "dt_bias")) and "dt_proj" not in name:
-            is_matrix = name.endswith(".D") and not _is_mamba(config)
-            parts[name] = tensor.view(-1, 1) if is_matrix else tensor
-        elif name.endswith(("mamba.norm.weight", "mixer.norm.weight")):
-            parts[name] = tensor.view(groups, -1)
-        elif name.endswith("conv1d.weight"):
-            parts[name] = tensor.squeeze(1)
-        else:
-            parts[name] = tensor
-    return parts
-
-
-def _states_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    weights = {}
-    for name, tensor in parts.items():
-        if name.endswith("A_log"):
-            rates = (-tensor).log()
-            weights[name] = rates if _is_mamba(config) else rates.flatten()
-        elif name.endswith((".D", "mamba.norm.weight", "mixer.norm.weight")):
-            weights[name] = tensor.flatten()
-        else:
-            is_kernel = name.endswith("conv1d.weight")
-            weights[name] = tensor.unsqueeze(1) if is_kernel else tensor
-    return weights
 
 
 _STACKS = ("model.altup_projections", "model.altup_unembed_projections")
@@ -415,7 +233,7 @@ def _dbrx_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.T
 
 
 def _dbrx_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    names = _inverse(_DBRX_EXPERTS)
+    names = inverse(_DBRX_EXPERTS)
     weights = {}
     for name, tensor in parts.items():
         before, is_expert, own = name.removesuffix(".weight").partition(".mlp.experts.")
@@ -456,39 +274,11 @@ def _one_as_norms(parts: Weights, config: PretrainedConfig) -> dict[str, torch.T
     return weights
 
 
-def _kimi_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    """Return tensors of Kimi-Linear as files have them; its dense layers get their usual names."""
-    parts = {}
-    for name, tensor in weights.items():
-        if name.endswith("A_log"):
-            parts[name] = -tensor.exp()
-        elif "_conv1d." in name:
-            parts[name] = tensor.view(1, len(tensor), 1, -1)
-        elif name.split(".")[-2] in ("gate_proj", "up_proj", "down_proj") and "experts" not in name:
-            parts[name.replace("block_sparse_moe", "mlp")] = tensor
-        else:
-            parts[name] = tensor
-    return parts
-
-
-def _kimi_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
-    weights = {}
-    for name, tensor in parts.items():
-        if name.endswith("A_log"):
-            weights[name] = (-tensor).log()
-        else:
-            is_kernel = "_conv1d." in name
-            weights[name] = tensor.view(-1, 1, tensor.shape[-1]) if is_kernel else tensor
-    return weights
-
-
 APERTUS_ACTIVATION: Mapping[str, tuple[float, tuple[int, ...]]] = {
     **{"alpha_p": (0.75, (1,)), "alpha_n": (0.625, (1,))},
     **{"beta": (0.5, ()), "eps": (-1e-6, ())},
 }
 _BIAS = "e_score_correction_bias"
-_STATE_NAMES = {".mamba.dt_bias": ".mamba.dt_proj.bias", ".mixer.dt_bias": ".mixer.dt_proj.bias"}
-_STATES = then(Layout(_states_apart, _states_together), _named(_STATE_NAMES))
 _GRANITE_NAMES = {
     "block_sparse_moe.output_linear.weight": "mlp.experts.down_proj.weight",
 }
@@ -505,22 +295,22 @@ _GRANITE = then(
             ),
         }
     ),
-    _named(_GRANITE_NAMES),
+    named(_GRANITE_NAMES),
 )
 _GRANITE_DENSE = then(
     _as_halves({"shared_mlp.input_linear.weight": ("mlp.gate_proj.weight", "mlp.up_proj.weight")}),
-    _named({"shared_mlp.output_linear.weight": "mlp.down_proj.weight"}),
+    named({"shared_mlp.output_linear.weight": "mlp.down_proj.weight"}),
 )
 
 
 def _granite_apart(weights: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     own = _GRANITE if config.num_local_experts else _GRANITE_DENSE
-    return then(own, _STATES).apart(weights, config)
+    return then(own, STATES).apart(weights, config)
 
 
 def _granite_together(parts: Weights, config: PretrainedConfig) -> dict[str, torch.Tensor]:
     own = _GRANITE if config.num_local_experts else _GRANITE_DENSE
-    return then(own, _STATES).together(parts, config)
+    return then(own, STATES).together(parts, config)
 
 
 _GEMMA4_NAMES = {
@@ -533,43 +323,40 @@ _GEMMA4_NAMES = {
 _BY_KIND = Layout(_kinds_apart, _kinds_together)
 JOINED = Layout(_three_as_one, _one_as_three)
 """That of files whose queries, keys and values are one tensor."""
-_DELTA = Layout(_delta_apart, _delta_together)
 AFTER_PARTS: Mapping[str, Layout] = {
-    "kimi_linear": then(
-        Layout(_kimi_apart, _kimi_together), _named({"self_attn.dt_bias": "self_attn.dt_proj.bias"})
-    ),
-    "mimo_v2_flash": _named({"attention_sink_bias": "attention_sink_bias.weight"}),
+    "kimi_linear": KIMI,
+    "mimo_v2_flash": named({"attention_sink_bias": "attention_sink_bias.weight"}),
 }
 """What is done with weights beside what is done with those of most types, by `model_type`."""
 LAYOUTS: Mapping[str, Layout] = {
-    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), _DELTA),
-    **dict.fromkeys(("falcon_h1", "mamba2"), _STATES),
-    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), Layout(_states_apart, _states_together)),
-    "nemotron_h": then(_STATES, _named({_BIAS: "e_score_correction.bias"})),
+    **dict.fromkeys(("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"), DELTA),
+    **dict.fromkeys(("falcon_h1", "mamba2"), STATES),
+    **dict.fromkeys(("mamba", "falcon_mamba", "jamba"), MAMBA),
+    "nemotron_h": then(STATES, named({_BIAS: "e_score_correction.bias"})),
     "granitemoehybrid": Layout(_granite_apart, _granite_together),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), _GRANITE),
     "gemma3n_text": then(
         Layout(_stacks_apart, _stacks_together),
-        _named({"correct_output_scale": "correct_output_scale.weight"}),
+        named({"correct_output_scale": "correct_output_scale.weight"}),
     ),
-    "gemma4_text": _named(_GEMMA4_NAMES),
+    "gemma4_text": named(_GEMMA4_NAMES),
     "gpt2": Layout(_transposed, _transposed),
     **dict.fromkeys(("gpt_neox", "falcon"), _BY_KIND),
     "bloom": then(
         _BY_KIND,
         Layout(
-            lambda weights, config: _renamed_starts(weights, "transformer.", ""),
-            lambda parts, config: _renamed_starts(parts, "", "transformer."),
+            lambda weights, config: renamed_starts(weights, "transformer.", ""),
+            lambda parts, config: renamed_starts(parts, "", "transformer."),
         ),
     ),
     "llama4_text": Layout(_columns_apart, _columns_together),
     "dbrx": Layout(_dbrx_apart, _dbrx_together),
     "stablelm": Layout(_norms_as_one, _one_as_norms),
     "apertus": Layout(_without_activation, _with_activation),
-    **dict.fromkeys(("lfm2_moe", "afmoe"), _named({"expert_bias": "expert_bias.bias"})),
+    **dict.fromkeys(("lfm2_moe", "afmoe"), named({"expert_bias": "expert_bias.bias"})),
     **dict.fromkeys(
         ("dots1", "exaone_moe", "minimax_m2", "ernie4_5_moe"),
-        _named({_BIAS: "e_score_correction.bias"}),
+        named({_BIAS: "e_score_correction.bias"}),
     ),
 }
 """By `model_type`."""

@@ -71,7 +71,7 @@ from transformers import (
 
 from tests.worker.checkpoints import WINDOW
 from tests.worker.gguf.gguf_files import WIDE, layout_of, write_gguf
-from tests.worker.gguf.gguf_layouts import APERTUS_ACTIVATION, JOINED, then
+from tests.worker.gguf.gguf_layouts import APERTUS_ACTIVATION, JOINED
 from tests.worker.gguf.gguf_older_models import (
     JOINED_FILES,
     OLDER,
@@ -80,6 +80,7 @@ from tests.worker.gguf.gguf_older_models import (
     OLDER_KEYS,
     OLDER_TENSORS,
 )
+from tests.worker.gguf.layout import then
 from worker_proc.gguf.architectures import ARCHITECTURES as READ
 
 MOE: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 256}

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.combinations import in_turn
+from tests.worker.quantization.bitsandbytes_layouts import FP4, NF4
 from tests.worker.quantization.products import MAX_ROWS, NUM_MANY_ROWS, product
-from tests.worker.quantization.quantized_checkpoints import FP4, NF4
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight

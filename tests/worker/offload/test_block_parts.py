@@ -30,7 +30,7 @@ from protocol.transport.curve import make_keys
 from scripts.block_server import server as server_module
 from scripts.block_server import stored_blocks
 from scripts.testing import eventually
-from tests.worker.offload.test_offload_service import Bench, key, state_key
+from tests.worker.offload.bench import Bench, key, state_key
 from tests.worker.offload.test_remote_blocks import LAYOUT, Machine, Reader
 from worker_proc.offload import remote
 from worker_proc.offload.block_file import Unpacking, file_header

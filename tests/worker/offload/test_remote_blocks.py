@@ -15,7 +15,7 @@ from protocol.stores.tiers import blocks_directory, tiers
 from protocol.transport.curve import ClientKeys, make_keys, read_client_keys, read_engine_keys
 from scripts.block_server import server as server_module
 from scripts.block_server.server import BlockServer
-from tests.worker.offload.test_offload_service import Bench, key
+from tests.worker.offload.bench import Bench, key
 from worker_proc.offload import finder, remote
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.remote import BlockReader, Peers

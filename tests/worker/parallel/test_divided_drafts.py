@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from tests.worker.checkpoints import SHAPE, build_checkpoint
-from tests.worker.drafting.test_speculation import NUM_DRAFTS, PARAMS, PROMPTS, Oracle
+from tests.worker.drafting.oracle import NUM_DRAFTS, PARAMS, PROMPTS, Oracle
 from tests.worker.driving import Run
 from tests.worker.parallel.ranks import Ranks
 from tests.worker.parallel.stages import DEEP, Stages

@@ -13,6 +13,7 @@ from protocol.config import KVCacheDtype, Quantization
 from protocol.core_worker import UNLIMITED_BLOCKS
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
+from tests.worker.drafting.oracle import Oracle
 from tests.worker.drafting.test_recurrent_drafts import (
     FEW_STATES,
     NUM_DRAFTS,
@@ -20,7 +21,6 @@ from tests.worker.drafting.test_recurrent_drafts import (
     PREEMPTING,
     PROMPTS,
 )
-from tests.worker.drafting.test_speculation import Oracle
 from tests.worker.driving import Run, check_schedules
 from tests.worker.parallel.ranks import Ranks
 from tests.worker.parallel.stages import SAMPLED, Stages

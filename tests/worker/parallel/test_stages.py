@@ -41,14 +41,10 @@ from tests.worker.families import FAMILIES
 from tests.worker.gguf import gguf_files
 from tests.worker.parallel.stages import DEEP, NUM_LAYERS, SAMPLED, Stages
 from tests.worker.parity import BLOCK_SIZE, MAX_TOKENS, few_prompts, generate
-from tests.worker.quantization.quantized_checkpoints import (
-    WIDE,
-    Layout,
-    fp8_blocks,
-    int_quantized,
-    pack_quantized,
-    write_quantized,
-)
+from tests.worker.quantization.float_layouts import fp8_blocks
+from tests.worker.quantization.integer_layouts import int_quantized, pack_quantized
+from tests.worker.quantization.layouts import WIDE, Layout
+from tests.worker.quantization.quantized_checkpoints import write_quantized
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.passages import Passage
 from worker_proc.modules.packed_linear import PackedLinear

@@ -8,17 +8,12 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tests.worker.parity import make_runner
+from tests.worker.quantization.bitsandbytes_layouts import bitsandbytes_int8, bitsandbytes_table
 from tests.worker.quantization.coded_models import LAYER, open_files
-from tests.worker.quantization.quantized_checkpoints import (
-    Layout,
-    awq,
-    bitsandbytes_int8,
-    bitsandbytes_table,
-    fp8_blocks,
-    gptq,
-    pack_quantized,
-    write_quantized,
-)
+from tests.worker.quantization.float_layouts import fp8_blocks
+from tests.worker.quantization.integer_layouts import awq, gptq, pack_quantized
+from tests.worker.quantization.layouts import Layout
+from tests.worker.quantization.quantized_checkpoints import write_quantized
 from worker_proc.errors import CheckpointError
 from worker_proc.quantization.compressed_tensors import IntScheme
 from worker_proc.quantization.headers import StoredTensor

@@ -6,14 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tests.worker.quantization.bitsandbytes_layouts import bitsandbytes_int8, bitsandbytes_table
 from tests.worker.quantization.coded_models import LAYER, open_files
-from tests.worker.quantization.quantized_checkpoints import (
-    LAYOUTS,
-    Layout,
-    bitsandbytes_int8,
-    bitsandbytes_table,
-    write_quantized,
-)
+from tests.worker.quantization.layouts import Layout
+from tests.worker.quantization.quantized_checkpoints import LAYOUTS, write_quantized
 
 
 @pytest.mark.parametrize(

@@ -13,18 +13,10 @@ from transformers import LlamaConfig
 
 from tests.worker.checkpoints import build_checkpoint, change_config, load_model
 from tests.worker.quantization.coded_models import CPU, open_files
-from tests.worker.quantization.quantized_checkpoints import (
-    WIDE,
-    Layout,
-    auto_round,
-    awq,
-    float_quantized,
-    gptq,
-    modelopt,
-    nvfp4_pack_quantized,
-    pack_quantized,
-    write_quantized,
-)
+from tests.worker.quantization.float_layouts import float_quantized, modelopt, nvfp4_pack_quantized
+from tests.worker.quantization.integer_layouts import auto_round, awq, gptq, pack_quantized
+from tests.worker.quantization.layouts import WIDE, Layout
+from tests.worker.quantization.quantized_checkpoints import write_quantized
 from tests.worker.score_term_models import SCORE_TERMS
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.inspection import inspect_config

@@ -29,29 +29,28 @@ from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.checkpoints import SHAPE, change_config, load_model
 from tests.worker.driving import drive
 from tests.worker.parity import generate, make_prompts, make_runner
+from tests.worker.quantization.bitsandbytes_layouts import bitsandbytes_int8, bitsandbytes_table
 from tests.worker.quantization.coded_models import coded_formats, open_files
-from tests.worker.quantization.quantized_checkpoints import (
-    LAYOUTS,
-    WIDE,
-    Layout,
-    auto_round,
-    awq,
-    bitnet,
-    bitsandbytes_int8,
-    bitsandbytes_table,
+from tests.worker.quantization.float_layouts import (
     float_quantized,
     fp8_blocks,
     fp8_number,
     fp8_tensor,
-    gptq,
-    int_quantized,
     modelopt,
     mxfp4_pack_quantized,
     mxfp8_quantized,
     nvfp4_pack_quantized,
-    pack_quantized,
-    write_quantized,
 )
+from tests.worker.quantization.integer_layouts import (
+    auto_round,
+    awq,
+    bitnet,
+    gptq,
+    int_quantized,
+    pack_quantized,
+)
+from tests.worker.quantization.layouts import WIDE, Layout
+from tests.worker.quantization.quantized_checkpoints import LAYOUTS, write_quantized
 from tests.worker.runners import make_runners
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner

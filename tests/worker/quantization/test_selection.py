@@ -13,17 +13,11 @@ from scripts.gguf.directory import make_directory
 from tests.worker.gguf import gguf_files
 from tests.worker.parallel.ranks import Ranks
 from tests.worker.parity import make_prompts
-from tests.worker.quantization.quantized_checkpoints import (
-    WIDE,
-    Layout,
-    awq,
-    bitsandbytes_table,
-    fp8_blocks,
-    gptq,
-    int_quantized,
-    pack_quantized,
-    write_quantized,
-)
+from tests.worker.quantization.bitsandbytes_layouts import bitsandbytes_table
+from tests.worker.quantization.float_layouts import fp8_blocks
+from tests.worker.quantization.integer_layouts import awq, gptq, int_quantized, pack_quantized
+from tests.worker.quantization.layouts import WIDE, Layout
+from tests.worker.quantization.quantized_checkpoints import write_quantized
 from worker_proc.gguf.blocks import read_blocks
 from worker_proc.modules.experts.grouped import GroupedExperts
 from worker_proc.modules.experts.mixture import FusedExperts
