@@ -41,6 +41,7 @@ typedef float Part __attribute__((vector_size(4 * kPartLanes), aligned(4)));
 typedef int32_t PartInt __attribute__((vector_size(4 * kPartLanes), aligned(4)));
 typedef uint32_t PartBits __attribute__((vector_size(4 * kPartLanes), aligned(4), may_alias));
 typedef uint16_t PartHalf __attribute__((vector_size(2 * kPartLanes), aligned(2)));
+typedef int8_t PartBytes __attribute__((vector_size(kPartLanes), aligned(1), may_alias));
 
 struct Bf16 {
   uint16_t bits;
@@ -90,6 +91,17 @@ inline Part part_at(const Bf16* p) {
 #else
   const PartHalf half = *reinterpret_cast<const PartHalf*>(p);
   return (Part)(__builtin_convertvector(half, PartBits) << 16);
+#endif
+}
+
+// Signed bytes as the integers of a Part. GCC would convert them one by one.
+inline PartInt part_of_bytes(const void* p) {
+#if defined(__AVX512F__)
+  return (PartInt)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
+#elif defined(__AVX2__)
+  return (PartInt)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
+#else
+  return __builtin_convertvector(*static_cast<const PartBytes*>(p), PartInt);
 #endif
 }
 

@@ -60,6 +60,22 @@ def test_rounded_weights_stay_as_they_are(
     assert not once[1].any()
 
 
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("format", CODED, ids=str)
+def test_rounded_weights_get_the_same_codes_and_scales(
+    format: Format, shape: tuple[int, int], library: NativeLibrary
+) -> None:
+    """Even if several values of a group have the greatest magnitude after the rounding."""
+    weight = random_weight(shape)
+    first, again = (
+        library.pack(each, None, format) for each in (weight, rounded(library, weight, format))
+    )
+    assert first.scales is not None
+    assert again.scales is not None
+    assert torch.equal(first.panels, again.panels)
+    assert torch.equal(first.scales, again.scales)
+
+
 @pytest.mark.parametrize("format", CODED, ids=str)
 @pytest.mark.parametrize("exponent", [-95, -70, 70, 110])
 def test_the_size_of_weights_does_not_matter(

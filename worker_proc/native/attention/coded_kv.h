@@ -145,19 +145,6 @@ inline float widen(Fp8Code code) {
   return code.bits & Fp8Code::kSign ? -size : size;
 }
 
-typedef int8_t PartBytes __attribute__((vector_size(kPartLanes), aligned(1), may_alias));
-
-// Signed bytes as the integers of a Part. GCC would convert them one by one.
-inline PartInt part_of_bytes(const void* p) {
-#if defined(__AVX512F__)
-  return (PartInt)_mm512_cvtepi8_epi32(_mm_loadu_si128(static_cast<const __m128i*>(p)));
-#elif defined(__AVX2__)
-  return (PartInt)_mm256_cvtepi8_epi32(_mm_loadl_epi64(static_cast<const __m128i*>(p)));
-#else
-  return __builtin_convertvector(*static_cast<const PartBytes*>(p), PartInt);
-#endif
-}
-
 inline Part part_at(const Int8Code* p) { return __builtin_convertvector(part_of_bytes(p), Part); }
 
 inline Part part_at(const Fp8Code* p) {

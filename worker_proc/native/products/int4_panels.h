@@ -15,6 +15,7 @@ namespace {
 struct Int4 {
   using Scale = Bf16;
   static constexpr int64_t kGroupTiles = 4;
+  static constexpr bool kHasSignedScales = true;
   static constexpr float kMin = -8.0f, kMax = 7.0f;
 
   // Searches the scales that map the value with the largest magnitude to -7 or beyond, up to -10, for
@@ -122,48 +123,65 @@ struct Int4Panels {
         for (int p = 0; p < kLanes; p += kPartLanes) {
           const PartBits words = words_at(lines + word * kLine, p);
           *reinterpret_cast<PartBits*>(space + (word * kWordUnits + k) * kLanes + p) =
-              high_halves(values(words, k), values(words >> 16, k));
+              high_halves(value(words, k), value(words, kWordUnits + k));
         }
 #endif
     return space;
   }
 
-  // The codes of successive inputs (word_products.h).
-  struct Words {
+#ifndef __AVX512F__
+  // A line of the codes of successive inputs (line_products.h).
+  struct Lines {
     static constexpr int kInputs = 2 * kWordUnits;
     static constexpr int64_t kTileBytes = kBytes;
 
-    [[gnu::always_inline]] static Part weights(PartBits words, int k) {
-      return (Part)values(k % 2 ? words >> 16 : words, k / 2);
+    [[gnu::always_inline]] static Part weights(const uint8_t* line, int input, int lane) {
+      return in_place(words_at(line, lane), nibble_of(input));
     }
   };
 
-  // Decodes to float32, [inputs][kPairOutputs], without the scales.
+  // Codes are converted at their place in a word, with the offset. So their inputs are multiplied by the
+  // inverse of the place's value, and 8 times the sum of the inputs is subtracted.
+  static constexpr float kZero = 8.0f;
+  static constexpr float kInputFactors[kLanes] = {
+      0x1p0f,  0x1p-16f, 0x1p-4f, 0x1p-20f, 0x1p-8f, 0x1p-24f, 0x1p-12f, 1.0f,
+      0x1p0f,  0x1p-16f, 0x1p-4f, 0x1p-20f, 0x1p-8f, 0x1p-24f, 0x1p-12f, 1.0f};
+
+  // Decodes to float32, [inputs][kPairOutputs], for inputs with these factors.
   [[gnu::noinline]] void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     const uint8_t* const lines = codes + tile_at(pair, half, unit);
     for (int word = 0; word < kUnitStep / kWordUnits; word++)
       for (int p = 0; p < kLanes; p += kPartLanes) {
         const PartBits words = words_at(lines + word * kLine, p);
         Unit* to = inputs + word * kWordUnits * 2 * kPairOutputs + p;
-#pragma GCC unroll 4
-        for (int k = 0; k < kWordUnits; k++, to += 2 * kPairOutputs) {
-          *reinterpret_cast<PartBits*>(to) = values(words, k);
-          *reinterpret_cast<PartBits*>(to + kPairOutputs) = values(words >> 16, k);
-        }
+#pragma GCC unroll 8
+        for (int k = 0; k < Lines::kInputs; k++, to += kPairOutputs)
+          *reinterpret_cast<PartBits*>(to) = (PartBits)in_place(words, nibble_of(k));
       }
   }
+#endif
 
  private:
   static PartBits words_at(const uint8_t* line, int lane) {
     return *reinterpret_cast<const PartBits*>(line + lane * sizeof(Unit));
   }
 
-  // Converts code k of the lower half of each word to float32. With the exponent of `size`, the code's
-  // lowest bit has the value 1.
-  static PartBits values(PartBits words, int k) {
-    const float size = 1 << (23 - 4 * k);
-    const PartBits mask = PartBits{} + (0xfu << 4 * k);
-    return (PartBits)((Part)((words & mask) | bits_of(size)) - (size + 8.0f));
+  // The value of a code.
+  static PartBits value(PartBits words, int nibble) {
+    const PartInt code = (PartInt)(words >> 4 * nibble & 0xf) - 8;
+    return (PartBits)__builtin_convertvector(code, Part);
+  }
+
+  // The place in a word of an input's code.
+  static constexpr int nibble_of(int input) { return input % 2 * kWordUnits + input / 2; }
+
+  // Converts a code with its offset to float32, times 16^nibble. The last one is not multiplied: there,
+  // it would have the sign bit.
+  static Part in_place(PartBits words, int nibble) {
+    constexpr int kLast = 2 * kWordUnits - 1;
+    const PartBits code =
+        nibble == kLast ? words >> 4 * kLast : words & PartBits{} + (0xfu << 4 * nibble);
+    return __builtin_convertvector((PartInt)code, Part);
   }
 
 #ifdef __AVX512BW__

@@ -15,6 +15,7 @@ namespace {
 struct Int8 {
   using Scale = float;
   static constexpr int64_t kGroupTiles = int64_t{1} << 40;  // one group
+  static constexpr bool kHasSignedScales = false;
   static constexpr float kMin = -127.0f, kMax = 127.0f;
 
   // Quantization is idempotent: 127 · scale rounds to the bfloat16 value with the largest magnitude, so
@@ -83,80 +84,45 @@ struct Int8Tile {
 
 #else
 
-// A tile of int8 codes with an offset of 128, [8 words][16 outputs]. A word has four codes of an
-// output and is rotated left by 7 bits, so that two codes are in the mantissa bits of a float and are
-// converted without a shift.
+// A tile of int8 codes, [32 inputs][16 outputs].
 struct Int8Tile {
   static constexpr int64_t kBytes = 2 * kTile;
-  static constexpr int kPerWord = 4;
 
   // Packs kTileInputs codes of one output.
   static void pack_lane(const int8_t* codes, int64_t lane, uint8_t* tile) {
-    for (int64_t i = 0; i < kTileInputs; i += kPerWord) {
-      uint32_t word = 0;
-      for (int k = 0; k < kPerWord; k++) word |= (codes[i + k] + kZero) << 8 * k;
-      word = word << kRotation | word >> (32 - kRotation);
-      std::memcpy(tile + (i / kPerWord * kLanes + lane) * sizeof word, &word, sizeof word);
-    }
+    for (int64_t i = 0; i < kTileInputs; i++)
+      tile[i * kLanes + lane] = static_cast<uint8_t>(codes[i]);
+  }
+
+  // The weights of an input as float32, for a Part of the outputs from `lane` on.
+  [[gnu::always_inline]] static Part weights(const uint8_t* tile, int64_t input, int lane) {
+    return __builtin_convertvector(part_of_bytes(tile + input * kLanes + lane), Part);
   }
 
 #ifdef __AVX512BW__
   // Unit `number` of a tile.
   [[gnu::always_inline]] static VecBits unit(const uint8_t* tile, int number) {
-    const PartBits words = words_of(tile, number);
-    return high_halves(value(words, 0), value(words, 1));
+    return pair_of(tile, number, 0);
   }
 #endif
 
   [[gnu::noinline]] static void unpack(const uint8_t* tile, Unit* units) {
-    for_units(tile, [&](int number, int lane, PartBits first, PartBits second) {
-      *reinterpret_cast<PartBits*>(units + number * kLanes + lane) = high_halves(first, second);
-    });
+    for (int number = 0; number < kUnitStep; number++)
+      for (int lane = 0; lane < kLanes; lane += kPartLanes)
+        *reinterpret_cast<PartBits*>(units + number * kLanes + lane) = pair_of(tile, number, lane);
   }
 
   // Decodes to float32, [inputs][kPairOutputs], without the scales.
-  [[gnu::noinline]] static void widen(const uint8_t* tile, Unit* inputs) {
-    for_units(tile, [&](int number, int lane, PartBits first, PartBits second) {
-      Unit* const to = inputs + number * 2 * kPairOutputs + lane;
-      *reinterpret_cast<PartBits*>(to) = first;
-      *reinterpret_cast<PartBits*>(to + kPairOutputs) = second;
-    });
-  }
-
-  // Code k of each word as float32.
-  [[gnu::always_inline]] static Part weights(PartBits words, int k) {
-    return (Part)value(k < 2 ? words : rotated(words), k % 2);
+  [[gnu::noinline]] static void widen(const uint8_t* tile, float* inputs) {
+    for (int64_t i = 0; i < kTileInputs; i++)
+      for (int lane = 0; lane < kLanes; lane += kPartLanes)
+        save_part(weights(tile, i, lane), inputs + i * kPairOutputs + lane);
   }
 
  private:
-  static constexpr int kRotation = 7;
-  static constexpr uint32_t kZero = 128;
-
-  // Calls f(unit number, first lane, bits of the first values, bits of the second values) for each
-  // Part.
-  template <class F>
-  [[gnu::always_inline]] static void for_units(const uint8_t* tile, const F& f) {
-    for (int lane = 0; lane < kLanes; lane += kPartLanes)
-      for (int number = 0; number < kUnitStep; number++) {
-        const PartBits words = words_of(tile + lane * sizeof(Unit), number);
-        f(number, lane, value(words, 0), value(words, 1));
-      }
-  }
-
-  // The words of a unit, rotated so that its codes are in bits 7 to 22.
-  static PartBits words_of(const uint8_t* tile, int number) {
-    const PartBits words = *reinterpret_cast<const PartBits*>(tile + number / 2 * kLine);
-    return number % 2 ? rotated(words) : words;
-  }
-
-  static PartBits rotated(PartBits words) { return words >> 16 | words << 16; }
-
-  // Converts code k of each word to float32. With the exponent of `size`, the code's lowest bit has the
-  // value 1.
-  static PartBits value(PartBits words, int k) {
-    const float size = 65536 >> 8 * k;
-    const PartBits mask = PartBits{} + (0xffu << (kRotation + 8 * k));
-    return (PartBits)((Part)((words & mask) | bits_of(size)) - (size + kZero));
+  static PartBits pair_of(const uint8_t* tile, int number, int lane) {
+    return high_halves((PartBits)weights(tile, 2 * number, lane),
+                       (PartBits)weights(tile, 2 * number + 1, lane));
   }
 };
 
@@ -225,19 +191,19 @@ struct Int8Panels {
   }
 
 #ifndef __AVX512F__
-  // The codes of successive inputs (word_products.h).
-  struct Words {
-    static constexpr int kInputs = Int8Tile::kPerWord;
+  // A line of the codes of successive inputs (line_products.h).
+  struct Lines {
+    static constexpr int kInputs = kLine / kLanes;
     static constexpr int64_t kTileBytes = Int8Tile::kBytes;
 
-    [[gnu::always_inline]] static Part weights(PartBits words, int k) {
-      return Int8Tile::weights(words, k);
+    [[gnu::always_inline]] static Part weights(const uint8_t* line, int input, int lane) {
+      return Int8Tile::weights(line, input, lane);
     }
   };
 
   // Decodes to float32, [inputs][kPairOutputs], without the scales.
   void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
-    Int8Tile::widen(prefetching_tile(pair, half, unit), inputs);
+    Int8Tile::widen(prefetching_tile(pair, half, unit), reinterpret_cast<float*>(inputs));
   }
 #endif
 

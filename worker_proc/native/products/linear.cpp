@@ -2,6 +2,7 @@
 // products. Called by native/kernels.py when the library and a model are loaded. Layouts: weights.h.
 
 #include <algorithm>
+#include <cstdlib>
 #include <vector>
 
 #include "products/int4_panels.h"
@@ -127,11 +128,24 @@ class CodedOutput {
     const bool is_nonzero = std::fabs(group.signed_absmax()) > kMinMagnitude;
     const float scale = is_nonzero ? Code::scale_for(group) : 0.0f;
     const float inverse = is_nonzero ? 1.0f / scale : 0.0f;
-    scales_.push_back(scale);
     for (int64_t i = first; i < first + size; i += kLanes) {
       const Vec codes = ValueGroup::codes<Code>(load(&values_[i]), inverse);
       for (int lane = 0; lane < kLanes; lane++) codes_[i + lane] = static_cast<int8_t>(codes[lane]);
     }
+    const bool is_negated = Code::kHasSignedScales && starts_positive(first, size);
+    if (is_negated)
+      for (int64_t i = first; i < first + size; i++) codes_[i] = static_cast<int8_t>(-codes_[i]);
+    scales_.push_back(is_negated ? -scale : scale);
+  }
+
+  // Whether the first code with the greatest magnitude is positive. Rounding can give several values
+  // this magnitude, and a scale has the sign that makes the first one's code negative, so that
+  // dequantized values get the same scale and codes again.
+  bool starts_positive(int64_t first, int64_t size) const {
+    const int8_t* const codes = &codes_[first];
+    return *std::max_element(codes, codes + size, [](int8_t a, int8_t b) {
+      return std::abs(a) < std::abs(b);
+    }) > 0;
   }
 
   std::vector<float> values_, scales_;

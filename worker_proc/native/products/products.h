@@ -18,7 +18,7 @@
 #include "products/tile_products.h"
 #include "products/vector_products.h"
 #include "products/widened_products.h"
-#include "products/word_products.h"
+#include "products/line_products.h"
 #include "team.h"
 
 // Whether this process may use AMX; set when the library is loaded.
@@ -65,11 +65,11 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     }
 #endif
 #ifndef __AVX512F__
-  if constexpr (std::is_same<T, Bf16>::value && kHasWords<W>)
+  if constexpr (std::is_same<T, Bf16>::value && kHasLines<W>)
     if (last_row - row == 1) {
-      FloatRows own(rows, w.num_units, block_units_of<T>(w));
-      const float* const inputs = (rows.floats ? *rows.floats : own).of(row, last_row);
-      return multiply_words(w, inputs, row, pair, last_pair, out);
+      FloatRows own = float_rows<T>(w, rows);
+      const FloatRows::Inputs inputs = (rows.floats ? *rows.floats : own).of(row, last_row);
+      return multiply_lines(w, inputs, row, pair, last_pair, out);
     }
   if constexpr (!std::is_same<T, int8_t>::value)
     if (W::kAreCodes || last_row - row >= kManyRows)
@@ -147,7 +147,7 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   FloatRows floats(rows, w.num_units);
   rows.floats = &floats;
 #elif !defined(__AVX512F__)
-  FloatRows floats(rows, w.num_units, block_units_of<T>(w));
+  FloatRows floats = float_rows<T>(w, rows);
   rows.floats = &floats;
 #endif
   const bool shares_units = unpacks<T, W>(num_rows);

@@ -29,43 +29,89 @@ int64_t block_units_of(const W& w) {
   return (num_steps + num_blocks - 1) / num_blocks * kUnitStep;
 }
 
+// How a weight reads its inputs: each one is multiplied by a factor, [kLanes], by its index modulo 16. The
+// sum of a group's products begins with the sum of the group's inputs times `zero`.
+struct InputFactors {
+  const float* factors = nullptr;  // null: all are 1
+  float zero = 0.0f;
+};
+
+template <class W, class = void>
+struct InputFactorsOf {
+  static constexpr InputFactors kValue{};
+};
+template <class W>
+struct InputFactorsOf<W, std::void_t<decltype(W::kInputFactors)>> {
+  static constexpr InputFactors kValue{W::kInputFactors, -W::kZero};
+};
+
 // Rows widened to float32, which are kept until a thread multiplies other rows.
 class FloatRows {
  public:
-  FloatRows(UnitRows rows, int64_t num_units, int64_t block_units)
-      : rows_(rows), num_inputs_(2 * num_units), block_inputs_(2 * block_units) {}
+  struct Inputs {
+    const float* floats;  // [blocks][rows][inputs of a block], the lower half of a unit first
+    const float* begins;  // the first terms of sums of groups, [blocks][rows]; null without factors
+  };
 
-  // The rows [row, last_row), [blocks][rows][inputs of a block], the lower half of a unit first.
-  const float* of(int64_t row, int64_t last_row) {
+  FloatRows(UnitRows rows, int64_t num_units, int64_t block_units, InputFactors factors)
+      : rows_(rows),
+        num_inputs_(2 * num_units),
+        block_inputs_(2 * block_units),
+        factors_(factors) {}
+
+  // The rows [row, last_row).
+  Inputs of(int64_t row, int64_t last_row) {
     if (row != row_ || last_row != last_row_) widen(row, last_row);
-    return floats_;
+    return inputs_;
   }
 
  private:
   void widen(int64_t row, int64_t last_row) {
     const int64_t num_rows = last_row - row;
     const int64_t num_blocks = (num_inputs_ + block_inputs_ - 1) / block_inputs_;
+    const int64_t num_floats = num_blocks * num_rows * block_inputs_;
     float* const to =
-        reinterpret_cast<float*>(space_for<FloatRows>(num_blocks * num_rows * block_inputs_));
-    floats_ = to;
+        reinterpret_cast<float*>(space_for<FloatRows>(num_floats + num_blocks * num_rows));
+    float* const begins = to + num_floats;
+    inputs_ = {to, factors_.factors ? begins : nullptr};
     row_ = row;
     last_row_ = last_row;
     for (int64_t r = 0; r < num_rows; r++) {
       const auto* from = reinterpret_cast<const Bf16*>(rows_.data + (row + r) * rows_.stride);
-      for (int64_t block = 0; block < num_blocks; block++) {
-        float* at = to + (block * num_rows + r) * block_inputs_;
+      for (int64_t block = 0; block < num_blocks; block++, from += block_inputs_) {
         const int64_t count = std::min(block_inputs_, num_inputs_ - block * block_inputs_);
-        for (const float* const end = at + count; at < end; at += kPartLanes, from += kPartLanes)
-          save_part(part_at(from), at);
+        float* const at = to + (block * num_rows + r) * block_inputs_;
+        if (factors_.factors)
+          begins[block * num_rows + r] = factors_.zero * multiply(from, count, at);
+        else
+          for (int64_t i = 0; i < count; i += kPartLanes) save_part(part_at(from + i), at + i);
       }
     }
   }
 
+  // Multiplies inputs by the factors, and returns the sum of the inputs.
+  float multiply(const Bf16* from, int64_t count, float* to) const {
+    Part sum{};
+    for (int64_t i = 0; i < count; i += kPartLanes) {
+      const Part inputs = part_at(from + i);
+      sum += inputs;
+      save_part(inputs * part_at(factors_.factors + i % kLanes), to + i);
+    }
+    return sum_of_part(sum);
+  }
+
   const UnitRows rows_;
   const int64_t num_inputs_, block_inputs_;
-  const float* floats_ = nullptr;
+  const InputFactors factors_;
+  Inputs inputs_{};
   int64_t row_ = 0, last_row_ = 0;
 };
+
+// The rows of a weight's products.
+template <typename T, class W>
+FloatRows float_rows(const W& w, UnitRows rows) {
+  return {rows, w.num_units, block_units_of<T>(w), InputFactorsOf<W>::kValue};
+}
 
 // Adds the products of one input of R rows and P Parts of weights to sums. The smaller of both sets stays
 // in registers. weight(p) loads a Part.
@@ -118,16 +164,24 @@ struct BlockProducts {
   const float* rows;
   int64_t stride;       // between rows
   const float* scales;  // of a group, for each output
+  const float* begins;  // of a group, the first terms of the sums, for each row
   float* sums;
 };
 
-// Adds the products of R rows to their sums. If a block is a group, its own sums are first multiplied
-// by the scales.
+// Adds the products of R rows to their sums. If a block is a group, its own sums, which begin with a
+// term of each row, are first multiplied by the scales.
 template <int R, int Panels, bool kIsGroup>
 [[gnu::noinline]] void add_block(const BlockProducts& block) {
   constexpr int P = Panels * kParts;
-  Part sums[R][P] = {};
-  if (!kIsGroup) load_sums(block.sums, sums);
+  Part sums[R][P];
+  if (kIsGroup) {
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+      for (int p = 0; p < P; p++) sums[r][p] = splat_part(block.begins[r]);
+  } else {
+    load_sums(block.sums, sums);
+  }
   const float *weights = block.weights, *rows = block.rows;
   const int64_t num_inputs = block.num_inputs, stride = block.stride;
 #pragma GCC unroll 2
@@ -204,8 +258,10 @@ class ManyRows {
       row_stride_ = rows.stride;
       block_stride_ = block_units_;
     } else {
-      FloatRows own(rows, w.num_units, block_units_);
-      inputs_ = (rows.floats ? *rows.floats : own).of(row, last_row);
+      FloatRows own = float_rows<T>(w, rows);
+      const FloatRows::Inputs inputs = (rows.floats ? *rows.floats : own).of(row, last_row);
+      inputs_ = inputs.floats;
+      begins_ = inputs.begins;
       row_stride_ = kInputs * block_units_;
       block_stride_ = num_rows_ * row_stride_;
     }
@@ -232,7 +288,9 @@ class ManyRows {
   void add_block_of(int64_t pair, int half, int64_t first, int64_t last_pair) {
     const int64_t count = std::min(block_units_, w_.num_units - first);
     const float* const rows = inputs_ + first / block_units_ * block_stride_;
-    BlockProducts block{wide_, count * kInputs, rows, row_stride_, scales_, sums_ + half * kLanes};
+    const float* const begins = kAreGroups ? begins_ + first / block_units_ * num_rows_ : nullptr;
+    BlockProducts block{wide_,   count * kInputs, rows, row_stride_,
+                        scales_, begins,          sums_ + half * kLanes};
     WeightsAhead ahead;
     int64_t tile = 0;
     if constexpr (W::kAreCodes) {
@@ -254,6 +312,7 @@ class ManyRows {
       ahead.fetch<kL2Cache>();
       const int64_t r = first_of(tile);
       block.rows = rows + r * row_stride_;
+      if (kAreGroups) block.begins = begins + r;
       block.sums = sums_ + r * kPairOutputs + half * kLanes;
       block_adder<kPanels, kAreGroups>(first_of(tile + 1) - r, kSizes)(block);
     }
@@ -289,7 +348,7 @@ class ManyRows {
   const W& w_;
   const int64_t num_rows_, block_units_, num_tiles_;
   float* const sums_;
-  const float* inputs_;
+  const float *inputs_, *begins_ = nullptr;
   int64_t row_stride_, block_stride_;
   alignas(64) float wide_[W::kAreCodes ? kCodedBlock * kInputs * kPairOutputs : kMaxBlockFloats];
   float scales_[kPairOutputs];
