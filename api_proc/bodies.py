@@ -1,27 +1,25 @@
 """Request bodies: one struct per route, with the bounds of protocol/sampling.py.
 
 A known field with a wrong type or value is rejected. Fields of features that this server lacks are
-listed, so that a request for one of them fails instead of getting a different answer without
-notice. Other unknown fields: `api_proc.unknown_fields`.
+listed, too (`api_proc.generation.unsupported_fields`); for others see `api_proc.unknown_fields`.
 """
 
 from typing import Annotated, Any, Literal
 
 import msgspec
-from msgspec import UNSET, Meta, Raw, UnsetType
+from msgspec import UNSET, Meta
 
-from api_proc.chat.tools import ToolChoice, Tools, ToolUse, check_tools, resolve_tools
+from api_proc.chat.tools import MAX_TOOLS, ToolChoice, Tools, ToolUse, check_tools, resolve_tools
 from api_proc.errors import invalid, unsupported
 from api_proc.generation import structured
 from api_proc.generation.beam_search import LengthPenalty, check_beam_search
-from api_proc.http.json_scan import MAX_VALUES, max_num_values
+from api_proc.generation.messages import Messages, check_chat_prompt, check_continuation
+from api_proc.generation.unsupported_fields import Unsupported, reject_unsupported
 from protocol import sampling
 from protocol.client.ledger import RoutedOptions
 from protocol.message import Tenant, TokenId
 
 MAX_PROMPTS = 2048
-MAX_MESSAGES = 4096
-MAX_TOOLS = 1024
 MAX_TOKENS_PER_PROMPT = 2**21
 DEFAULT_COMPLETION_TOKENS = 16
 
@@ -36,9 +34,6 @@ Timeout = Annotated[float, Meta(gt=0.0, le=86_400.0)]
 StreamInterval = Annotated[int, Meta(ge=1, le=2**16)]
 ThinkingTokenBudget = Annotated[int, Meta(ge=-1, lt=2**31)]
 PatternSize = Annotated[int, Meta(ge=0, le=sampling.MAX_PATTERN_TOKENS)]
-Unsupported = Raw | UnsetType
-TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
-"""Types of the parts of a message that are text: of chats, and of the newer responses."""
 
 
 class StreamOptions(msgspec.Struct, frozen=True):
@@ -268,82 +263,6 @@ class CompletionBody(SamplingBody, kw_only=True):
         return max((count for count in wanted if count is not None), default=None)
 
 
-class ContentPart(msgspec.Struct, frozen=True):
-    """One part of a message's content: text, or a refusal of an earlier answer."""
-
-    type: str
-    text: str | None = None
-    refusal: str | None = None
-
-
-class CalledFunction(msgspec.Struct, frozen=True):
-    """The arguments are JSON text; an object is accepted too."""
-
-    name: str
-    arguments: str | dict[str, Any] | None = None
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        """Most templates expect an object; text that is not one is left to the template."""
-        arguments: Any = self.arguments or {}
-        if isinstance(arguments, str):
-            try:
-                decoded = msgspec.json.decode(arguments)
-            except (msgspec.DecodeError, RecursionError):
-                decoded = None
-            arguments = decoded if isinstance(decoded, dict) else arguments
-        return {"name": self.name, "arguments": arguments}
-
-
-class MessageToolCall(msgspec.Struct, frozen=True):
-    """A call that the model made earlier in the chat."""
-
-    function: CalledFunction
-    id: str | None = None
-    type: Literal["function"] = "function"
-
-    @property
-    def for_template(self) -> dict[str, Any]:
-        call: dict[str, Any] = {"type": self.type, "function": self.function.for_template}
-        return call if self.id is None else {"id": self.id} | call
-
-
-class ChatMessage(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[ContentPart] | None = None
-    name: str | None = None
-    tool_call_id: str | None = None
-    reasoning_content: str | None = None
-    reasoning: str | None = None
-    tool_calls: Annotated[list[MessageToolCall], Meta(max_length=1024)] | None = None
-    function_call: Unsupported = UNSET
-    audio: Unsupported = UNSET
-    images: Unsupported = UNSET
-    prefix: Unsupported = UNSET
-
-    def for_template(self) -> dict[str, Any]:
-        """Return the message as templates expect it: text in one piece, no absent fields."""
-        content = self.content
-        if isinstance(content, list):
-            content = "\n".join([part.text or part.refusal or "" for part in content])
-        role = "system" if self.role == "developer" else self.role
-        result: dict[str, Any] = {"role": role, "content": content or ""}
-        for name in ("name", "tool_call_id"):
-            value = getattr(self, name)
-            if value is not None:
-                result[name] = value
-        reasoning = self.reasoning if self.reasoning_content is None else self.reasoning_content
-        if reasoning is not None:
-            result["reasoning_content"] = reasoning
-        if self.tool_calls:
-            result["content"] = content
-            result["tool_calls"] = [call.for_template for call in self.tool_calls]
-        return result
-
-
-Messages = Annotated[list[ChatMessage], Meta(min_length=1, max_length=MAX_MESSAGES)]
-
-
 class ChatBody(SamplingBody, kw_only=True):
     """Body of POST /v1/chat/completions."""
 
@@ -443,87 +362,12 @@ class DetokenizeBody(msgspec.Struct, kw_only=True):
     model: str | None = None
 
 
-_RESERVED_TEMPLATE_NAMES = frozenset(
-    {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
-)
-_INSTEAD = {
-    "chat_template": "the setting --chat-template names a file with one",
-    "conversation": "use previous_response_id",
-    "documents": "write them into a message",
-    "function_call": "use tool_choice, and tool_calls in a message",
-    "functions": "use tools",
-    "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
-    "prompt": "write its text into instructions and input",
-    "suffix": "write the model's own markers for a gap into prompt",
-}
-"""What to use instead of fields that are not supported."""
-_NO_EFFECT = frozenset({b"null", b"[]", b'""', b"false", b'"none"', b'"auto"'})
-
-
 def check_truncation(num_tokens: int | None) -> None:
     """Raise a 400 for a `truncate_prompt_tokens` that would keep nothing."""
     if num_tokens == 0:
         raise invalid("truncate_prompt_tokens", "must be -1 or at least 1")
 
 
-def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None) -> None:
-    """Reject content other than text, and template variables that the server sets."""
-    for i, message in enumerate(messages):
-        reject_unsupported(message, f"messages[{i}].")
-        if message.content is None and message.role != "assistant":
-            reason = "must be a string or an array; only an assistant's message may be without it"
-            raise invalid(f"messages[{i}].content", reason)
-        for j, part in enumerate(message.content if isinstance(message.content, list) else []):
-            where = f"messages[{i}].content[{j}]"
-            is_refusal = part.type == "refusal" and message.role == "assistant"
-            if part.type not in TEXT_PARTS and not is_refusal:
-                raise unsupported(f"{where}.type", f"{part.type!r} is not supported, only text is")
-            name = "refusal" if is_refusal else "text"
-            if getattr(part, name) is None:
-                raise invalid(f"{where}.{name}", "the field is missing")
-    check_arguments(messages)
-    for name in _RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
-        raise invalid(f"chat_template_kwargs.{name}", "is set by the server", "not_allowed")
-
-
-def check_arguments(messages: list[ChatMessage], param: str | None = None) -> None:
-    """Bound the JSON texts in the messages like the body itself: templates get them decoded.
-
-    `param` is the field to name; None: the call in `messages`.
-    """
-    num_values = 0
-    for i, message in enumerate(messages):
-        for j, call in enumerate(message.tool_calls or ()):
-            arguments = call.function.arguments
-            if isinstance(arguments, str):
-                num_values += max_num_values(arguments)
-            if num_values > MAX_VALUES:
-                where = f"messages[{i}].tool_calls[{j}].function.arguments"
-                text = f"the arguments of calls have more than {MAX_VALUES} values"
-                raise invalid(param or where, text)
-
-
 def wants_generation_prompt(body: ChatBody | TokenizeBody | TemplateBody) -> bool:
     """Return whether the prompt ends with the beginning of the model's message, as by default."""
     return body.add_generation_prompt is not False and not body.continue_final_message
-
-
-def check_continuation(
-    messages: list[ChatMessage], add_generation_prompt: bool | None, is_continued: bool
-) -> None:
-    """Reject a final message that cannot be continued."""
-    if not is_continued:
-        return
-    if add_generation_prompt:
-        message = "excludes add_generation_prompt, which begins another message"
-        raise invalid("continue_final_message", message)
-    if not messages[-1].for_template()["content"]:
-        raise invalid("continue_final_message", "needs text in the final message")
-
-
-def reject_unsupported(struct: msgspec.Struct, prefix: str) -> None:
-    for name in struct.__struct_fields__:
-        value = getattr(struct, name)
-        if isinstance(value, Raw) and bytes(value).strip() not in _NO_EFFECT:
-            hint = f"; {_INSTEAD[name]}" if name in _INSTEAD else ""
-            raise unsupported(prefix + name, f"is not supported{hint}")

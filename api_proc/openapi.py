@@ -13,13 +13,7 @@ import msgspec
 from api_proc.adapters import routes as adapter_routes
 from api_proc.anthropic.bodies import MessagesBody, PromptBody
 from api_proc.anthropic.objects import Message, MessageErrorResponse, StreamEvent, TokenCount
-from api_proc.bodies import (
-    ChatBody,
-    CompletionBody,
-    DetokenizeBody,
-    TemplateBody,
-    TokenizeBody,
-)
+from api_proc.bodies import ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
 from api_proc.http.connection import Connection
 from api_proc.http.middleware import OPEN_PATHS
 from api_proc.http.open_requests import Slot

@@ -6,8 +6,9 @@ import msgspec
 from msgspec import UNSET, Meta
 
 from api_proc.anthropic.blocks import InputBlock, TextBlock
-from api_proc.bodies import MAX_MESSAGES, Unsupported
 from api_proc.chat.tools import MAX_TOOLS, ToolName
+from api_proc.generation.messages import MAX_MESSAGES
+from api_proc.generation.unsupported_fields import Unsupported
 from protocol import sampling
 
 MAX_USER_ID_CHARS = 1024

@@ -13,11 +13,13 @@ from api_proc.anthropic.bodies import (
     ToolChoice,
 )
 from api_proc.anthropic.history import chat_messages
-from api_proc.bodies import ChatBody, ChatMessage, reject_unsupported
+from api_proc.bodies import ChatBody
 from api_proc.chat.tools import ChosenFunction, FunctionTool, Tool, ToolChoiceObject
 from api_proc.chat.tools import ToolChoice as ChatToolChoice
 from api_proc.errors import invalid, unsupported
+from api_proc.generation.messages import ChatMessage
 from api_proc.generation.structured import JsonSchema, ResponseFormat
+from api_proc.generation.unsupported_fields import reject_unsupported
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.unknown_fields import FOREIGN, refuse_foreign
 

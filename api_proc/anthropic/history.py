@@ -20,8 +20,8 @@ from api_proc.anthropic.blocks import (
     ToolUseBlock,
 )
 from api_proc.anthropic.bodies import InputMessage
-from api_proc.bodies import CalledFunction, ChatMessage, MessageToolCall
 from api_proc.errors import ApiError, invalid, unsupported
+from api_proc.generation.messages import CalledFunction, ChatMessage, MessageToolCall
 
 _BILLING_NOTE = "x-anthropic-billing-header:"
 """Claude Code begins the system prompt with such a block for Anthropic's own billing. It differs

@@ -20,11 +20,10 @@ from api_proc.bodies import (
     ThinkingTokenBudget,
     Timeout,
     TruncateTokens,
-    Unsupported,
-    reject_unsupported,
 )
 from api_proc.errors import ApiError
 from api_proc.generation.serving import GenerationApi
+from api_proc.generation.unsupported_fields import Unsupported, reject_unsupported
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.encoded_list import EncodedLists

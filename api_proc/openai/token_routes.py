@@ -5,17 +5,10 @@ from typing import Any
 
 import msgspec
 
-from api_proc.bodies import (
-    ChatMessage,
-    DetokenizeBody,
-    TemplateBody,
-    TokenizeBody,
-    check_chat_prompt,
-    check_continuation,
-    reject_unsupported,
-    wants_generation_prompt,
-)
+from api_proc.bodies import DetokenizeBody, TemplateBody, TokenizeBody, wants_generation_prompt
 from api_proc.errors import invalid
+from api_proc.generation.messages import ChatMessage, check_chat_prompt, check_continuation
+from api_proc.generation.unsupported_fields import reject_unsupported
 from api_proc.http.connection import Connection, encode
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.openai.logprobs import token_text

@@ -11,13 +11,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import UNSET, Meta
 
-from api_proc.bodies import (
-    ChatBody,
-    CommonBody,
-    CompletionBody,
-    Unsupported,
-    reject_unsupported,
-)
+from api_proc.bodies import ChatBody, CommonBody, CompletionBody
 from api_proc.chat.tools import (
     MAX_TOOLS,
     AllowedTool,
@@ -31,6 +25,7 @@ from api_proc.chat.tools import (
 )
 from api_proc.errors import ApiError, invalid, unsupported
 from api_proc.generation.structured import JsonSchema, ResponseFormat
+from api_proc.generation.unsupported_fields import Unsupported, reject_unsupported
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.responses.items import InputItems, check_items, normalized
 from protocol import sampling

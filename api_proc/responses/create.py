@@ -2,8 +2,8 @@
 
 import msgspec
 
-from api_proc.bodies import MAX_MESSAGES, ChatMessage, check_arguments
 from api_proc.errors import ApiError, invalid
+from api_proc.generation.messages import MAX_MESSAGES, ChatMessage, check_arguments
 from api_proc.generation.serving import GenerationApi
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import Turn

@@ -6,8 +6,8 @@ from typing import Any
 
 import msgspec
 
-from api_proc.bodies import MAX_MESSAGES
 from api_proc.errors import ApiError, invalid, unavailable
+from api_proc.generation.messages import MAX_MESSAGES
 from api_proc.responses.items import InputItem
 from api_proc.responses.objects import RESPONSE_PREFIX
 from api_proc.responses.store import StoredResponse, unpack

@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from api_proc.bodies import ChatMessage
+from api_proc.generation.messages import ChatMessage
 from api_proc.responses.body import ResponseDecoder
 from api_proc.responses.items import messages_of
 from protocol.api_core import AddRequest
