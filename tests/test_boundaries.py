@@ -64,7 +64,13 @@ STATE_MACHINES = {
     "protocol": [
         *("api_core", "core_worker", "kv_events", "message", "request_validation", "sampling"),
         *("client/controls", "client/ledger"),
-        *("config/engine_config", "config/settings", "transport/frame_sequence"),
+        *(
+            "config/engine_config",
+            "config/setting_fields",
+            "config/setting_values",
+            "config/settings",
+        ),
+        "transport/frame_sequence",
     ],
     "scripts": [
         *("supervisor/policy", "supervisor/failover", "supervisor/shutdown"),

@@ -1,9 +1,9 @@
 """The one configuration of the engine: every field with its bound, default and description.
 
 Flags with their help, environment variables, YAML keys and embedding keywords are generated from
-these structs and the docstrings of their fields (settings.py). Values learned at run time (number
-of KV blocks, context length of the checkpoint) are never written back here: they are sent as
-`ModelFacts`.
+these structs and the docstrings of their fields (setting_fields.py). Values learned at run time
+(number of KV blocks, context length of the checkpoint) are never written back here: they are sent
+as `ModelFacts`.
 """
 
 from typing import Annotated

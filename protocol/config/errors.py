@@ -18,5 +18,5 @@ class ConfigError(Exception):
         self._text = text
 
     def spelled(self, spell: Callable[[str], str]) -> str:
-        """Return the text with what `spell` makes of each marked name."""
+        """Return the text, with each marked name as `spell` writes it."""
         return _MARKED.sub(lambda match: spell(match[1]), self._text)

@@ -1,47 +1,40 @@
-"""Reads an EngineConfig from flags, environment, YAML file and defaults, in this precedence.
-
-Everything here is generated from the fields of `EngineConfig` and their docstrings: `max_num_seqs`
-is the flag `--max-num-seqs`, the variable `TROIKA_MAX_NUM_SEQS` and the YAML key `max_num_seqs`,
-which may have dashes too.
-"""
+"""Reads an EngineConfig from flags, environment, YAML file and defaults, in this precedence."""
 
 import argparse
 import contextlib
 import ctypes
 import difflib
-import linecache
 import os
 import re
 import sys
-import types
-import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
-from protocol.config import ConfigError, EngineConfig, engine_config, validate
-from protocol.config.field_errors import read_field_error
-from protocol.config.foreign_flags import INSTEAD, OTHER_VALUES
+from protocol.config import ConfigError, EngineConfig, validate
+from protocol.config.foreign_flags import INSTEAD
 from protocol.config.gpu_defaults import GPU_NODES, computes_on_gpu, gpu_defaults
+from protocol.config.setting_fields import (
+    ENV_PREFIX,
+    Setting,
+    all_settings,
+    default_text,
+    descriptions,
+    flag_of,
+)
+from protocol.config.setting_values import converted
 
-ENV_PREFIX = "TROIKA_"
-NOTHING: tuple[Any, ...] = (None, {}, ())
-"""Defaults that no text shows."""
 _LIKENESS = 0.75
 """Least similarity, from 0 to 1, between a wrong name and the one that is suggested."""
-_SIZE = re.compile(r"(\d+)([.]\d+)?([kKmMgGtT])")
 _FLAG = re.compile(r"-(?!\d)")
 """The beginning of a flag, and not that of a negative number."""
-_CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
 _TAKES_NO_VALUE = re.compile(r"argument ([^\s/]+)\S*: ignored explicit argument .*")
 _NEEDS_VALUE = re.compile(r"argument (\S+): expected (one|at least one) argument")
 _KEY = re.compile(rb"""^(["']?)([\w-]+)\1[ \t]*:(?=\s|$)""", re.MULTILINE)
 """A top-level key of a YAML mapping."""
-_DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
 
 
 class _Given(NamedTuple):
@@ -57,95 +50,6 @@ class _Given(NamedTuple):
         return self.written if self.file is None else f"{self.written} in {self.file}"
 
 
-def flag_of(name: str) -> str:
-    """Return the flag of a setting."""
-    return "--" + name.replace("_", "-")
-
-
-class Setting(NamedTuple):
-    """One field of one section."""
-
-    section: str
-    name: str
-    type: Any
-    default: Any
-
-    @property
-    def flag(self) -> str:
-        """The command-line flag."""
-        return flag_of(self.name)
-
-    @property
-    def variable(self) -> str:
-        """The environment variable."""
-        return ENV_PREFIX + self.name.upper()
-
-    @property
-    def is_bool(self) -> bool:
-        """Whether the flag takes no value but has a `--no-` form."""
-        return _base_type(self.type) is bool
-
-    @property
-    def is_list(self) -> bool:
-        """Whether the flag may be repeated."""
-        return typing.get_origin(_base_type(self.type)) is tuple
-
-    @property
-    def is_secret(self) -> bool:
-        """Whether no output may show the value."""
-        return any(extra.get("is_secret", False) for extra in _bounds(self.type, "extra"))
-
-    @property
-    def choices(self) -> list[str]:
-        """The texts that the field can hold, if they are few."""
-        base = _base_type(self.type)
-        if hasattr(base, "__members__"):
-            return [member.value for member in base]
-        match = _CHOICES.fullmatch(next(_bounds(self.type, "pattern"), ""))
-        return [] if match is None else match.group(1).split("|")
-
-    @property
-    def metavar(self) -> str:
-        """What stands for the value in help texts."""
-        if self.choices:
-            return "{" + ",".join(self.choices) + "}"
-        base = _base_type(self.type)
-        if typing.get_origin(base) is dict:
-            return "NAME=X,..."
-        extra: dict[str, Any] = next(_bounds(self.type, "extra"), {})
-        return str(extra.get("metavar") or {int: "N", float: "X"}.get(base, "TEXT"))
-
-    @property
-    def bounds(self) -> str:
-        """The bounds of a number, as text."""
-        names = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
-        found = [
-            f"{sign} {limit}" for name, sign in names.items() for limit in _bounds(self.type, name)
-        ]
-        return " and ".join(found)
-
-
-def settings() -> Iterator[Setting]:
-    """Return all settings, section by section."""
-    for section in msgspec.structs.fields(EngineConfig):
-        hints = typing.get_type_hints(section.type, include_extras=True)
-        for item in msgspec.structs.fields(section.type):
-            extra: dict[str, Any] = next(_bounds(hints[item.name], "extra"), {})
-            if not extra.get("is_setting", True):
-                continue
-            default = item.default
-            if default is msgspec.NODEFAULT:
-                default = item.default_factory()
-            yield Setting(section.name, item.name, hints[item.name], default)
-
-
-def descriptions() -> dict[str, str]:
-    """Return the docstrings of all settings by name; empty without the source, which has them."""
-    source = "".join(linecache.getlines(engine_config.__file__, vars(engine_config)))
-    sections, _, _ = source.partition("class EngineConfig")
-    return {name: " ".join(text.split()) for name, text in _DOCUMENTED_FIELD.findall(sections)}
-
-
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add one flag per setting, grouped by section, and `--config`."""
     parser.add_argument("--config", metavar="FILE", help="YAML file with settings by name")
@@ -154,7 +58,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         for item in msgspec.structs.fields(EngineConfig)
     }
     texts = descriptions()
-    for setting in settings():
+    for setting in all_settings():
         text = texts.get(setting.name, "") + default_text(setting)
         options: dict[str, Any] = {
             "dest": setting.name,
@@ -169,16 +73,6 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             # A secret takes one word: others are not swallowed, such as the model's name.
             options |= {"action": "extend", "nargs": 1 if setting.is_secret else "+"}
         groups[setting.section].add_argument(setting.flag, **options)
-
-
-def default_text(setting: Setting) -> str:
-    """Return the default in brackets, or nothing where the description states it."""
-    default = getattr(setting.default, "value", setting.default)
-    if default in NOTHING:
-        return ""
-    if isinstance(default, bool):
-        return f" (default: {'on' if default else 'off'})"
-    return f" (default: {default})"
 
 
 class OneLineParser(argparse.ArgumentParser):
@@ -221,8 +115,8 @@ def resolve(
 def _read(
     flags: Mapping[str, Any], environ: Mapping[str, str], file: str | None
 ) -> dict[str, _Given]:
-    """Return the settings that are given, those that win over others, by name."""
-    known = {setting.name: setting for setting in settings()}
+    """Return the given settings by name; of several sources the last one takes precedence."""
+    known = {setting.name: setting for setting in all_settings()}
     given: dict[str, _Given] = {}
     for key, value in ({} if file is None else _read_yaml(file)).items():
         name = _known_name(str(key).replace("-", "_"), known, file)
@@ -239,10 +133,10 @@ def _read(
 
 
 def _merge(given: Mapping[str, _Given], gpu_nodes: Sequence[str]) -> EngineConfig:
-    known = {setting.name: setting for setting in settings()}
+    known = {setting.name: setting for setting in all_settings()}
     tree: dict[str, dict[str, Any]] = {}
     for name, one in given.items():
-        tree.setdefault(known[name].section, {})[name] = _convert(
+        tree.setdefault(known[name].section, {})[name] = converted(
             one.value, known[name], one.origin
         )
     model = msgspec.convert(tree, EngineConfig).model
@@ -271,7 +165,7 @@ def _spell(given: Mapping[str, _Given], name: str) -> str:
 
 
 def speller(arguments: argparse.Namespace) -> Callable[[str], str]:
-    """Return what writes the names of settings as a parsed command line has them."""
+    """Return a function that writes names of settings as the user has, given a command line."""
     given: dict[str, _Given] = {}
     with contextlib.suppress(ConfigError):  # the file has changed meanwhile
         given = _read(_flags_in(arguments), os.environ, vars(arguments).get("config"))
@@ -303,13 +197,13 @@ def parse_args(parser: argparse.ArgumentParser, argv: Sequence[str]) -> EngineCo
     except ConfigError as error:
         parser.error(str(error))
     finally:
-        for setting in settings():
+        for setting in all_settings():
             if setting.is_secret:
                 _erase_variable(setting.variable)
 
 
 def _flags_in(arguments: argparse.Namespace) -> dict[str, Any]:
-    names = {setting.name for setting in settings()}
+    names = {setting.name for setting in all_settings()}
     return {name: value for name, value in vars(arguments).items() if name in names}
 
 
@@ -371,118 +265,3 @@ def hint(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> 
     close = difflib.get_close_matches(word, by_word, n=1, cutoff=_LIKENESS)
     close += [option for option in by_word if word and option.startswith(word)]
     return f"; did you mean {spell(by_word[close[0]])}?" if close else ""
-
-
-def _convert(value: Any, setting: Setting, origin: str) -> Any:
-    """Text of flags and variables becomes the field's type; bounds are checked for every source."""
-    if value is None or (isinstance(value, str) and value.lower() == "none"):
-        if type(None) in _union_members(setting.type):
-            return None
-        if setting.is_list:
-            return ()
-        is_of_text = str in (_base_type(setting.type), *_union_members(setting.type))
-        hint_of_yaml = "; the word null needs quotes" if value is None and is_of_text else ""
-        raise ConfigError(f"{origin} must have a value{hint_of_yaml}")
-    is_text = isinstance(value, str)
-    if is_text and setting.is_bool:
-        value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
-    elif is_text and typing.get_origin(_base_type(setting.type)) is dict:
-        value = _parse_pairs(value, origin)
-    elif is_text and _base_type(setting.type) is int:
-        value = _parse_size(value)
-    elif setting.is_list:
-        value = _parse_list(value, setting)
-    try:
-        return msgspec.convert(value, setting.type, strict=not is_text)
-    except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: {_error_text(value, setting, str(error))}") from (
-            None if setting.is_secret else error
-        )
-
-
-def _error_text(value: Any, setting: Setting, error: str) -> str:
-    """Return what is wrong with a value, in the terms of the setting."""
-    if setting.is_secret:
-        return "a key has 1 to 256 characters; at most 16 keys"
-    shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
-    if setting.choices:
-        note = f"; {OTHER_VALUES[setting.name]}" if setting.name in OTHER_VALUES else ""
-        return f"{shown!r} is not one of {', '.join(setting.choices)}{note}"
-    if "regex" in error:
-        for description in _bounds(setting.type, "description"):
-            return f"{shown!r} is not {description}"
-    if isinstance(value, str) and ", got `str`" in error:
-        kind = "a whole number" if _base_type(setting.type) is int else "a number"
-        if setting.is_bool:
-            kind = "true, false, 1 or 0"
-        return f"{shown!r} is not {kind}"
-    return read_field_error(error, repr(shown)).reason
-
-
-def _parse_size(text: str) -> int | str:
-    """Read `8k` (8,000), `8K` (8,192) or `1.5G`, as vLLM does.
-
-    A text that has no unit, or does not stand for a whole number, is returned as it is.
-    """
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        return text
-    whole, part, unit = match.groups(default="")
-    base = 1024 if unit.isupper() else 1000
-    size = Fraction(whole + part) * base ** ("kmgt".index(unit.lower()) + 1)
-    return int(size) if size.denominator == 1 else text
-
-
-def _parse_list(value: Any, setting: Setting) -> Any:
-    """Read `a,b` or a JSON list, alone or as one of several texts.
-
-    A secret is one item, and so is a JSON object.
-    """
-    if isinstance(value, list | tuple):
-        return [item for text in value for item in _parse_list(text, setting)]
-    if not isinstance(value, str) or setting.is_secret or value.startswith("{"):
-        return [value]
-    if value.startswith("["):
-        try:
-            return msgspec.json.decode(value, type=list[str])
-        except msgspec.DecodeError:
-            return [value]
-    return [item.strip() for item in value.split(",") if item.strip()]
-
-
-def _parse_pairs(text: str, origin: str) -> dict[str, str]:
-    """Read `gold=4,free=1`."""
-    pairs: dict[str, str] = {}
-    for item in filter(None, map(str.strip, text.split(","))):
-        name, separator, value = item.rpartition("=")
-        if not separator or name.strip() in pairs:
-            problem = "comes twice" if separator else "is not name=value"
-            raise ConfigError(f"{origin}: {item!r} {problem}")
-        pairs[name.strip()] = value.strip()
-    return pairs
-
-
-def _union_members(hint: Any) -> tuple[Any, ...]:
-    bare = _without_metadata(hint)
-    if typing.get_origin(bare) in (typing.Union, types.UnionType):
-        return tuple(_without_metadata(member) for member in typing.get_args(bare))
-    return (bare,)
-
-
-def _without_metadata(hint: Any) -> Any:
-    return typing.get_args(hint)[0] if hasattr(hint, "__metadata__") else hint
-
-
-def _base_type(hint: Any) -> Any:
-    return next(member for member in _union_members(hint) if member is not type(None))
-
-
-def _bounds(hint: Any, name: str) -> Iterator[Any]:
-    """Yield the values of one bound in a type, the members of its union and the items of a list."""
-    for meta in getattr(hint, "__metadata__", ()):
-        if getattr(meta, name, None) is not None:
-            yield getattr(meta, name)
-    bare = _without_metadata(hint)
-    if typing.get_origin(bare) in (typing.Union, types.UnionType, tuple):
-        for member in typing.get_args(bare):
-            yield from _bounds(member, name)

@@ -18,6 +18,7 @@ import msgspec
 from tqdm import tqdm
 
 from protocol.config import ConfigError, EngineConfig, LogLevel, settings
+from protocol.config.setting_fields import all_settings
 from protocol.process.launch import EngineProcesses, EngineStartError
 from scripts.batch.files import BatchError, Output, Request, custom_ids, requests
 from scripts.batch.sender import Sender, Server
@@ -44,7 +45,7 @@ def main(
     config = settings.parse_args(parser, argv)
     arguments = parser.parse_intermixed_args(argv)
     _take_files(parser, arguments)
-    flags = [item.flag for item in settings.settings() if hasattr(arguments, item.name)]
+    flags = [item.flag for item in all_settings() if hasattr(arguments, item.name)]
     if not min(arguments.concurrency, arguments.request_timeout_s, arguments.retry_timeout_s) > 0:
         parser.error("--concurrency and the timeouts must be greater than 0")
     if arguments.base_url is not None and flags:

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from protocol.config import ConfigError, EngineConfig
-from protocol.config.settings import Setting, default_text, descriptions, hint, settings
+from protocol.config.setting_fields import Setting, all_settings, default_text, descriptions
+from protocol.config.settings import hint
 
 _MAX_COLUMNS = 80
 _INDENT = 26
@@ -27,7 +28,7 @@ def help_text(program: str, topic: str) -> str:
     ConfigError: there is no such topic.
     """
     groups = {item.name: (item.type.__doc__ or "") for item in msgspec.structs.fields(EngineConfig)}
-    known = list(settings())
+    known = list(all_settings())
     name = topic.lower().lstrip("-").replace("-", "_")
     if not name:
         return _overview(program, groups, known)

@@ -18,7 +18,8 @@ from pathlib import Path
 import msgspec
 
 from protocol.config import ConfigError
-from protocol.config.settings import configure, settings
+from protocol.config.setting_fields import all_settings
+from protocol.config.settings import configure
 from tests.chaos.checker import check_stream
 from tests.chaos.engine import ROOT
 from tests.chaos.recording import Recording
@@ -117,7 +118,7 @@ def is_exact(values: Values) -> bool:
 
 def flags(values: Values) -> list[str]:
     """Return the settings as arguments of a command."""
-    known = {setting.name: setting for setting in settings()}
+    known = {setting.name: setting for setting in all_settings()}
     found: list[str] = []
     for name, value in values.items():
         flag = known[name].flag

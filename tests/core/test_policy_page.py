@@ -9,7 +9,7 @@ import pytest
 
 from core_proc.options import SchedulerOptions
 from core_proc.policy import POLICIES
-from protocol.config.settings import settings
+from protocol.config.setting_fields import all_settings
 from tests.core.harness import Harness
 
 ROOT = Path(__file__).parents[2]
@@ -82,6 +82,6 @@ def test_the_page_names_every_policy_and_every_switch_that_vllm_lacks() -> None:
 
 def test_every_flag_and_file_on_the_page_exists() -> None:
     flags = set(re.findall(r"(?<![-<])--[a-z][a-z-]+", TEXT))
-    assert flags <= {setting.flag for setting in settings()}
+    assert flags <= {setting.flag for setting in all_settings()}
     for link in re.findall(r"\]\(\.\./([^)]+)\)", TEXT):
         assert (ROOT / link).is_file(), link

@@ -9,15 +9,8 @@ import pytest
 
 from protocol.config import ConfigError, Dtype, EngineConfig, validate_api_port
 from protocol.config.foreign_flags import INSTEAD
-from protocol.config.settings import (
-    add_flags,
-    configure,
-    descriptions,
-    hint,
-    parse_args,
-    resolve,
-    settings,
-)
+from protocol.config.setting_fields import all_settings, descriptions
+from protocol.config.settings import add_flags, configure, hint, parse_args, resolve
 
 ALONE = {"data_parallel_size": 0, "agents_listen": "10.0.0.1:7100", "curve_keys": "keys"}
 """An engine without a replica on its own machine."""
@@ -56,13 +49,13 @@ def test_every_setting_has_a_flag_and_a_description() -> None:
     add_flags(parser)
     shown = parser.format_help()
     texts = descriptions()
-    for setting in settings():
+    for setting in all_settings():
         assert setting.flag in shown
         assert texts[setting.name], setting.name
 
 
 def test_what_the_supervisor_notes_is_not_a_setting() -> None:
-    assert "given_model" not in {setting.name for setting in settings()}
+    assert "given_model" not in {setting.name for setting in all_settings()}
     with pytest.raises(ConfigError, match="unknown setting given_model"):
         resolve({"given_model": "demo"}, {})
 
@@ -90,7 +83,7 @@ def test_an_error_about_yaml_is_one_line(tmp_path: Path) -> None:
 
 
 def test_names_are_unique_over_all_sections() -> None:
-    names = [setting.name for setting in settings()]
+    names = [setting.name for setting in all_settings()]
     assert len(names) == len(set(names))
 
 
@@ -311,12 +304,12 @@ def test_names_of_types_are_those_of_vllm() -> None:
 
 
 def test_no_flag_that_exists_is_explained_as_missing() -> None:
-    assert not {setting.flag.strip("-") for setting in settings()} & set(INSTEAD)
+    assert not {setting.flag.strip("-") for setting in all_settings()} & set(INSTEAD)
 
 
 def test_explanations_name_flags_that_exist() -> None:
-    known = {setting.flag for setting in settings()} | {"--no-api", "--model"}
-    known |= {f"--no-{setting.flag[2:]}" for setting in settings() if setting.is_bool}
+    known = {setting.flag for setting in all_settings()} | {"--no-api", "--model"}
+    known |= {f"--no-{setting.flag[2:]}" for setting in all_settings() if setting.is_bool}
     named = {flag for text in INSTEAD.values() for flag in re.findall(r"--[a-z-]+", text)}
     assert len(named) > 20
     assert named <= known

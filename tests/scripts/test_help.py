@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.config import EngineConfig
-from protocol.config.settings import settings
+from protocol.config.setting_fields import all_settings
 from protocol.process.status import StatusLink
 from protocol.process.version import version
 from scripts import cli, keys, restart, status
@@ -41,7 +41,7 @@ def test_every_page_fits_into_80_columns(capsys: pytest.CaptureFixture[str], top
 def test_groups_together_show_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
     shown = [output(capsys, f"--help={group}") for group in GROUPS]
     flags = {word for page in shown for word in page.replace("--[no-]", "--").split()}
-    assert {setting.flag for setting in settings()} <= flags
+    assert {setting.flag for setting in all_settings()} <= flags
     overview = output(capsys, "--help")
     assert all(f"\n  {group} " in overview for group in GROUPS)
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from protocol.config import ConfigError
-from protocol.config.settings import flag_of
+from protocol.config.setting_fields import flag_of
 from protocol.process.run_dir import exchange_prefix
 from protocol.stores.tiers import SHARED_MEMORY
 from protocol.transport.channel import lifecycle_address
