@@ -1,0 +1,1 @@
+"""Several API processes of one engine."""
