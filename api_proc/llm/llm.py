@@ -5,8 +5,7 @@ import functools
 import math
 import operator
 import sys
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar, cast
 
 import msgspec
@@ -26,6 +25,7 @@ from api_proc.llm.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from api_proc.llm.progress_bar import UseTqdm, progress_bar
 from api_proc.llm.prompts import Message, PromptType, invalid, is_one_chat, is_one_prompt
 from api_proc.llm.request import PromptRequest
 from api_proc.llm.sampling import SamplingParams
@@ -39,7 +39,6 @@ from protocol.sampling import Pooling
 
 T = TypeVar("T")
 Params = SamplingParams | Sequence[SamplingParams] | None
-UseTqdm = bool | Callable[..., Any]
 
 
 class PromptsFailed(Exception):
@@ -422,7 +421,7 @@ class LLM:
                 raise at_index(failure, i) from None
             requests.append(request)
             await asyncio.sleep(0)  # other threads may have requests open
-        with _progress(use_tqdm, len(requests)) as on_end:
+        with progress_bar(use_tqdm, len(requests)) as on_end:
             return await self._engine.run_all(requests, run, on_end)
 
     def _one_each(self, name: str, params: Params, num_prompts: int) -> list[SamplingParams]:
@@ -452,38 +451,3 @@ def _successes(outputs: list[Result | RequestFailed]) -> list[Result]:
     if any(isinstance(output, RequestFailed) for output in outputs):
         raise PromptsFailed(outputs)
     return cast(list[Result], outputs)
-
-
-@contextmanager
-def _progress(use_tqdm: UseTqdm, total: int) -> Iterator[Callable[[Any], None]]:
-    """Show a bar with the rates of tokens; yields the function to call with each result."""
-    if not use_tqdm or not total:
-        yield lambda output: None
-        return
-    make = use_tqdm
-    if not callable(make):
-        from tqdm.auto import tqdm
-
-        make = tqdm
-    bar = make(total=total, desc="Processed prompts", unit="prompt", dynamic_ncols=True)
-    num_input = num_output = 0
-
-    def on_end(output: RequestOutput | EmbeddingRequestOutput | BeamSearchOutput) -> None:
-        nonlocal num_input, num_output
-        if isinstance(output, BeamSearchOutput):
-            bar.update(1)
-            return
-        num_input += len(output.prompt_token_ids)
-        if isinstance(output, RequestOutput):
-            num_output += sum(len(item.token_ids) for item in output.outputs)
-        elapsed_s = max(1e-6, bar.format_dict["elapsed"])
-        bar.set_postfix_str(
-            f"input {num_input / elapsed_s:.0f} tok/s, output {num_output / elapsed_s:.0f} tok/s",
-            refresh=False,
-        )
-        bar.update(1)
-
-    try:
-        yield on_end
-    finally:
-        bar.close()

@@ -10,12 +10,12 @@ from protocol.config import ConfigError, LogFormat
 from protocol.config.settings import speller
 from protocol.lifecycle import Role
 from protocol.process.logs import configure_logging, log_label
+from scripts.supervisor.checks import check_has_processes
 from scripts.supervisor.console import Console
 from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.replica import ReplicaReports
 from scripts.supervisor.serving import serve
 from scripts.supervisor.startup import (
-    check_has_processes,
     parse,
     warnings,
     watch_signals,

@@ -12,29 +12,21 @@ import msgspec
 
 from api_proc.http.listener import close_listener
 from api_proc.peers.directory import remove_all
-from protocol.config import ConfigError, EngineConfig, ModelConfig, validate_api_port
+from protocol.config import ConfigError, EngineConfig, ModelConfig
 from protocol.lifecycle import Role
-from protocol.process.machines import check_links, with_kv_listen
+from protocol.process.machines import with_kv_listen
 from protocol.process.prctl import set_subreaper
 from protocol.stores.tiers import hold_memory
 from scripts.gguf.locks import hold_directories
 from scripts.hub.messages import gguf_files, hub_names
+from scripts.supervisor.checks import prepared
 from scripts.supervisor.fetching import Interrupted, ModelFetch
-from scripts.supervisor.gpus import divide_gpus
 from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.loop import Supervisor
 from scripts.supervisor.process_table import num_ranks
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, wait_for_epoch_by_clock
-from scripts.supervisor.startup import (
-    check_adapters,
-    check_chats,
-    check_device,
-    check_directories,
-    check_tokenizer,
-    complete_config,
-    open_listener,
-)
+from scripts.supervisor.startup import open_listener
 from scripts.supervisor.system import System
 
 
@@ -72,7 +64,7 @@ def serve(
     Raises:
         ConfigError, ValueError: the engine cannot be started.
     """
-    asked, config = config, _prepared(config, has_api=invocation.has_api)
+    asked, config = config, prepared(config, has_api=invocation.has_api)
     is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
@@ -101,24 +93,6 @@ def serve(
         status = supervisor.run()
         is_abandoned = supervisor.was_orphaned
         return status, supervisor.policy.failure
-
-
-def _prepared(config: EngineConfig, *, has_api: bool) -> EngineConfig:
-    """Complete the configuration, check it on this machine, and show a replica only its own GPUs.
-
-    ConfigError or ValueError: it cannot be served here.
-    """
-    config = complete_config(config)
-    check_directories(config, has_api=has_api)
-    if has_api:
-        validate_api_port(config)
-        check_chats(config.model)
-        check_tokenizer(config.model)
-        check_adapters(config)
-    check_device(config)
-    divide_gpus(config, os.environ)
-    check_links(config)
-    return config
 
 
 def _in_run_dir(config: EngineConfig, run_dir: RunDir, epoch: int) -> EngineConfig:

@@ -8,8 +8,8 @@ import pytest
 from protocol.config import ConfigError
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
+from scripts.supervisor.checks import complete_config, num_standby_workers
 from scripts.supervisor.process_table import num_ranks
-from scripts.supervisor.startup import complete_config, num_standby_workers
 
 
 @pytest.mark.parametrize(

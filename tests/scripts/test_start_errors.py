@@ -11,7 +11,7 @@ import pytest
 from protocol.config import ConfigError
 from protocol.config.settings import configure
 from scripts.hub.messages import gguf_files, hub_names
-from scripts.supervisor import serving, startup
+from scripts.supervisor import checks, serving, startup
 from scripts.supervisor.model_names import with_directories
 from tests.certificates import make_certificate
 from tests.system.conftest import ROOT
@@ -46,7 +46,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_wrong_model(models: Path, model: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        startup.complete_config(configure(model=model))
+        checks.complete_config(configure(model=model))
     assert str(caught.value).startswith(sentence.format(models))
 
 
@@ -104,22 +104,22 @@ def test_wrong_paths_in_settings_other_than_the_model(
     models: Path, setting: str, sentence: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
-        startup.complete_config(configure(model="Qwen3-0.6B", **{setting: "empty"}))
+        checks.complete_config(configure(model="Qwen3-0.6B", **{setting: "empty"}))
     assert str(caught.value) == sentence
 
 
 def test_parsers_and_templates_are_refused_before_a_process_starts(models: Path) -> None:
     for setting in ("tool_call_parser", "reasoning_parser"):
-        startup.check_chats(configure(model="null", **{setting: "off"}).model)
+        checks.check_chats(configure(model="null", **{setting: "off"}).model)
         with pytest.raises(ConfigError, match=f"^{setting} 'nope' must be auto, off or one of"):
-            startup.check_chats(configure(model="null", **{setting: "nope"}).model)
+            checks.check_chats(configure(model="null", **{setting: "nope"}).model)
     template = Path("template.jinja")
     template.write_text("{{ messages }}")
     model = configure(model="null", chat_template=str(template)).model
-    startup.check_chats(model)
+    checks.check_chats(model)
     template.write_text("{% if x %}")
     with pytest.raises(ConfigError, match=r"^chat template, line 1: "):
-        startup.check_chats(model)
+        checks.check_chats(model)
 
 
 def test_adapters_are_refused_before_a_process_starts(models: Path) -> None:
@@ -134,21 +134,21 @@ def test_adapters_are_refused_before_a_process_starts(models: Path) -> None:
             adapter.mkdir(exist_ok=True)
             (adapter / name).write_text("{}")
         with pytest.raises(ConfigError) as caught:
-            startup.check_adapters(config)
+            checks.check_adapters(config)
         assert str(caught.value).startswith(complaint)
     (adapter / "adapter_model.safetensors").write_text("x")
-    startup.check_adapters(config)
+    checks.check_adapters(config)
 
 
 def test_a_checkpoint_without_a_tokenizer(models: Path) -> None:
     named = str(models / "Qwen3-0.6B")
     with pytest.raises(ConfigError, match=r"has no tokenizer.json; name a directory that has one"):
-        startup.check_tokenizer(configure(model=named).model)
-    startup.check_tokenizer(configure(model=named, tokenizer="other").model)
-    startup.check_tokenizer(configure(model="x.gguf").model)
-    startup.check_tokenizer(configure(model="organization/name").model)
+        checks.check_tokenizer(configure(model=named).model)
+    checks.check_tokenizer(configure(model=named, tokenizer="other").model)
+    checks.check_tokenizer(configure(model="x.gguf").model)
+    checks.check_tokenizer(configure(model="organization/name").model)
     (models / "Qwen3-0.6B" / "tokenizer.json").write_text("{}")
-    startup.check_tokenizer(configure(model=named).model)
+    checks.check_tokenizer(configure(model=named).model)
 
 
 def test_settings_that_need_a_gpu(models: Path) -> None:
@@ -161,34 +161,34 @@ def test_settings_that_need_a_gpu(models: Path) -> None:
         config = configure(model="Qwen3-0.6B", **{name: value})
         node.unlink(missing_ok=True)
         with pytest.raises(ConfigError, match=f"^{shown} needs a GPU, and this machine has none"):
-            startup.check_device(config, [str(node)])
+            checks.check_device(config, [str(node)])
         node.touch()
-        startup.check_device(config, [str(node)])
-    startup.check_device(configure(model="Qwen3-0.6B"), ["/nothing"])
+        checks.check_device(config, [str(node)])
+    checks.check_device(configure(model="Qwen3-0.6B"), ["/nothing"])
 
 
 @pytest.mark.parametrize("setting", ["kv_offload_dir", "journal_dir"])
 def test_directories_that_cannot_be_written(models: Path, setting: str) -> None:
     """They are made if they are missing; those of a role that is not here are not looked at."""
     made = models / "new" / "directory"
-    startup.check_directories(configure(**{setting: str(made)}), has_api=True)
+    checks.check_directories(configure(**{setting: str(made)}), has_api=True)
     assert made.stat().st_mode & 0o777 == 0o700
     assert list(made.iterdir()) == []
     within = models / "weights.bin" / "directory"
     config = configure(**{setting: str(within)})
     with pytest.raises(ConfigError, match=f"^{setting} {within}: Not a directory$"):
-        startup.check_directories(config, has_api=True)
+        checks.check_directories(config, has_api=True)
     if setting == "journal_dir":
-        startup.check_directories(config, has_api=False)
+        checks.check_directories(config, has_api=False)
     config = configure(**{setting: str(within.parent)})
     with pytest.raises(ConfigError, match=f"^{setting} {within.parent} is a file, not a directory"):
-        startup.check_directories(config, has_api=True)
+        checks.check_directories(config, has_api=True)
 
 
 def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     """They keep their names until their snapshots are there."""
     draft = {"speculative_model": "Qwen/Qwen3-0.6B-draft"}
-    model = startup.complete_config(
+    model = checks.complete_config(
         configure(model="Qwen/Qwen3-8B", revision="v1", num_speculative_tokens=2, **draft)
     ).model
     assert hub_names(model) == {"model": "Qwen/Qwen3-8B", **draft}
@@ -198,16 +198,16 @@ def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     assert local.shown_model == "Qwen/Qwen3-8B"
     (models / "Qwen").mkdir()
     (models / "Qwen3-0.6B").rename(models / "Qwen" / "Qwen3-8B")
-    model = startup.complete_config(configure(model="Qwen/Qwen3-8B")).model
+    model = checks.complete_config(configure(model="Qwen/Qwen3-8B")).model
     assert (model.model, hub_names(model)) == (str(models / "Qwen" / "Qwen3-8B"), {})
-    assert not hub_names(startup.complete_config(configure(model="null")).model)
-    one = startup.complete_config(configure(model="Qwen/Qwen3-8B-GGUF:Q4_K_M")).model
+    assert not hub_names(checks.complete_config(configure(model="null")).model)
+    one = checks.complete_config(configure(model="Qwen/Qwen3-8B-GGUF:Q4_K_M")).model
     assert hub_names(one) == {"model": "Qwen/Qwen3-8B-GGUF:Q4_K_M"}
-    file = startup.complete_config(configure(model="x.gguf")).model
+    file = checks.complete_config(configure(model="x.gguf")).model
     assert (hub_names(file), gguf_files(file)) == ({}, {"model": str(models / "x.gguf")})
     assert (file.served_model_name, file.shown_model) == (("x",), "x.gguf")
     with pytest.raises(ConfigError) as caught:
-        startup.complete_config(configure(model="Qwen/Qwen3-8B", revision="v1"))
+        checks.complete_config(configure(model="Qwen/Qwen3-8B", revision="v1"))
     assert str(caught.value).startswith("revision v1 belongs to a model of the hub")
 
 

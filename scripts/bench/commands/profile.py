@@ -20,7 +20,8 @@ from protocol.message import encode
 from scripts.bench.commands.steps import Parts, Patch, SteppedEngine, runner_class
 from scripts.bench.report import Profile
 from scripts.bench.workloads import WARM_UP_REQUESTS, Request, Workload
-from scripts.supervisor.startup import complete_config, parse
+from scripts.supervisor.checks import complete_config
+from scripts.supervisor.startup import parse
 from worker_proc.mirror import Mirror
 
 if TYPE_CHECKING:

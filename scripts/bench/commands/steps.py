@@ -17,7 +17,8 @@ from scripts.bench.client import BenchError
 from scripts.bench.scheduler import production_gc
 from scripts.bench.workloads import Request
 from scripts.inprocess import InprocEngine
-from scripts.supervisor.startup import complete_config, parse
+from scripts.supervisor.checks import complete_config
+from scripts.supervisor.startup import parse
 from worker_proc.null.runner import NullRunner
 from worker_proc.runner import Runner
 

@@ -15,7 +15,7 @@ _SCRIPT = """
 import sys
 is_later_start = sys.argv[1] == "later"
 from protocol.config.settings import configure
-from scripts.supervisor.startup import complete_config
+from scripts.supervisor.checks import complete_config
 from worker_proc.startup.start import make_runner
 config = configure(model="demo", device="cpu", num_threads=1, num_gpu_blocks_override=256)
 runner = make_runner(complete_config(config), lambda *_: None)
