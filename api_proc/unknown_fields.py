@@ -15,7 +15,6 @@ _HEADER = b"x-unknown-fields"
 _SHOWN = re.compile(r"[\w.\[\]-]{1,64}", re.ASCII)
 _INDEX = re.compile(r"\[\d+\]")
 
-# Other servers' names for what constrains or stops the output, with this server's name for it.
 FOREIGN = {
     "ebnf": "structured_outputs",
     "format": "response_format",
@@ -58,19 +57,20 @@ FOREIGN = {
     "vllm_xargs": "",
     "watermarking": "",
 }
+"""Other servers' names for what constrains or stops the output, with this server's name for it."""
 _NEUTRAL = {
     "echo": b"false",
     "truncation_side": b'"left"',
     "watermarking": b"false",
 }
 """Values that ask for what this server does anyway."""
-# OpenAI's names for what concerns its own service only.
 WITHOUT_EFFECT = frozenset(
     {
         *("metadata", "store", "service_tier", "safety_identifier"),
         *("prompt_cache_key", "prompt_cache_retention"),
     }
 )
+"""OpenAI's names for what concerns its own service only."""
 
 log = logging.getLogger("troika.api")
 

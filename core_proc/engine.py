@@ -522,5 +522,5 @@ class EngineCore:
 
 
 def _origin(client: Client, add: AddRequest) -> str:
-    """Return where a request comes from: a program that states no origin is one itself."""
+    """Return the origin of a request; without one, the client itself counts as the origin."""
     return add.origin or f"client {client[:_MAX_CLIENT_BYTES].hex()}"

@@ -42,11 +42,13 @@ class _Container:
     __slots__ = ("end_of_bracket", "has_only_ids", "names", "num_ids", "num_inside")
 
     def __init__(self, names: set[bytes] | None, end_of_bracket: int, has_only_ids: bool) -> None:
-        self.names = names  # of an object
+        self.names = names
+        """The names so far in an object; None: an array."""
         self.end_of_bracket = end_of_bracket
         self.has_only_ids = has_only_ids
         self.num_ids = 0
-        self.num_inside = 0  # containers directly inside it
+        self.num_inside = 0
+        """Number of containers directly inside it."""
 
 
 class JsonScan:

@@ -46,18 +46,22 @@ class HttpProtocol(HttpToolsProtocol):
     num_field_bytes = 0  # size of that head as parsed so far
     running: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the last one that was parsed."""
-    waits_since: float | None = None  # when the client stopped reading unsent bytes
+    waits_since: float | None = None
+    """Time at which the client stopped reading unsent bytes."""
     unsent = 0
-    has_taken = False  # whether the write buffer has emptied since the last check
+    has_taken = False
+    """Whether the write buffer has emptied since the last check."""
     on_lost: Callable[[], None] | None = None
     is_lost = False
     _listeners: tuple[Callable[[], None], ...] = ()
     """Called when the connection of the running request is lost."""
     _num_fed = 0
     """Bytes of the present read that count for the head; 0 where the head begins in it."""
-    _num_chunks = 0  # of the present body
+    _num_chunks = 0
+    """Chunks of the present body."""
     _num_body_bytes = 0
-    _is_in_body = False  # between the end of a head and the end of its message
+    _is_in_body = False
+    """Whether the next byte comes after the end of a head and before the end of its message."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -23,8 +23,7 @@ HEAD_TIMEOUT_S = 5.0
 """Longest wait for the head of a forwarded answer that needs no computing."""
 MAX_FORWARDED = 1024
 MAX_ASKED = 32
-"""Questions to other processes at a time."""
-"""Questions at a time: each takes a descriptor."""
+"""Maximum number of questions to other processes at a time: each takes a descriptor."""
 _CONNECT_TIMEOUT_S = 1.0
 _MAX_ANSWER_BYTES = 2**22
 _RETRY_S = 0.05

@@ -11,14 +11,14 @@ from typing import Annotated, Literal
 import msgspec
 from msgspec import Meta
 
-from api_proc.bodies import (
+from api_proc.errors import ApiError, invalid, unsupported
+from api_proc.generation.messages import (
     MAX_MESSAGES,
     TEXT_PARTS,
     CalledFunction,
     ChatMessage,
     MessageToolCall,
 )
-from api_proc.errors import ApiError, invalid, unsupported
 
 
 class ItemPart(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -136,7 +136,7 @@ def messages_of(instructions: str | None, items: Sequence[InputItem]) -> list[Ch
     texts = [instructions] if instructions else []
     texts += [_text(item.content) for item in leading]
     messages = [ChatMessage("system", "\n\n".join(texts))] if texts else []
-    turn: ChatMessage | None = None  # of the model, while its items follow each other
+    turn: ChatMessage | None = None  # consecutive items of the model are one message
     for item in items[len(leading) :]:
         if item.type == "function_call_output":
             turn = None

@@ -28,19 +28,25 @@ class History:
 
         `on_rebind` gets the arguments of `rebind`, and `on_place` that of `stored_at`.
         """
-        self.request_id = 0  # the engine client's number
+        self.request_id = 0
+        """The number that the engine client has given to the request."""
         self.token_ids = array("i")
-        self.logprobs: list[TokenLogprobs] = []  # one for each token, or empty
+        self.logprobs: list[TokenLogprobs] = []
+        """One for each token, or empty."""
         self.prompt_logprobs: list[PromptLogprobs] = []
         self.num_cached_tokens: int | None = None
         self.queue_time_s: float | None = None
-        self.num_computed_tokens = 0  # of the prompt, if the request reports them
+        self.num_computed_tokens = 0
+        """Tokens of the prompt that are computed, if the request reports them."""
         self.finish_reason: FinishReason | None = None
         self.stop_token_id: int | None = None
         self.error: RequestFailed | None = None
-        self.is_stopped = False  # the API ended it at a stop string
-        self.is_counted = False  # the metrics include its end
-        self.resumed_inexactly = False  # see `Receiver.rebind`
+        self.is_stopped = False
+        """Whether the API ended the sequence at a stop string."""
+        self.is_counted = False
+        """Whether the metrics include its end."""
+        self.resumed_inexactly = False
+        """Whether an engine with another fingerprint has continued outputs of the one before."""
         self._on_output = on_output
         self._on_rebind = on_rebind
         self._on_place = on_place
@@ -187,7 +193,7 @@ class HistoryReader:
 
     @property
     def resumed_inexactly(self) -> bool:
-        """Whether an engine with another fingerprint has continued outputs of the one before."""
+        """See `History`."""
         return self._history.resumed_inexactly
 
     def __aiter__(self) -> AsyncIterator[RequestOutput]:

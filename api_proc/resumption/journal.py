@@ -89,18 +89,22 @@ class Journal:
         self._wakes = threads.Condition()
         self._thread: threading.Thread | None = None
         self._next_number = 1
-        # Shared with the thread, under the condition's lock.
+        # The thread shares the following fields, under the condition's lock.
         self._commands: deque[_Command] = deque()
         self._num_waiting_bytes = 0
         self._num_taken_bytes = 0
         self._taken_since: float | None = None
         self._last_position = 0
         self._is_closing = False
-        self.is_recovered = False  # the directory is locked and its records have been read
+        self.is_recovered = False
+        """Whether the directory is locked and its records have been read."""
         self.is_writing = False
-        # Records so far: all, and those that are written or lost with an error.
-        self.num_appended = self.num_written = 0
-        self.num_segment_bytes = 0  # of the newest segment
+        self.num_appended = 0
+        """Number of all records so far."""
+        self.num_written = 0
+        """Number of records that are written, or lost with an error."""
+        self.num_segment_bytes = 0
+        """Size of the newest segment."""
 
     # The owner's side ---------------------------------------------------------------------------
 

@@ -65,10 +65,13 @@ class Journaling:
         self._retry: asyncio.TimerHandle | None = None
         self._restoring: asyncio.Task[None] | None = None
         self._was_read = asyncio.Event()
-        self.is_recovered = False  # the requests of the predecessor are restored
-        self.is_failed = True  # requests are kept in memory only
+        self.is_recovered = False
+        """Whether the requests of the predecessor are restored."""
+        self.is_failed = True
+        """Whether requests are kept in memory only."""
         self.num_failures = 0
-        self.num_bytes = 0  # handed to the journal
+        self.num_bytes = 0
+        """Bytes of all records so far."""
 
     def start(self, restore: Callable[[list[bytes]], Coroutine[Any, Any, None]]) -> None:
         """Begin to read, restore and then write the journal, inside the event loop.

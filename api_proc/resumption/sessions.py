@@ -93,9 +93,12 @@ class Session:
         self.body = decoded.body
         self.prompts = decoded.prompts
         self.histories: list[History] = []
-        self.num_attached = 0  # connections that read it
-        self.is_known = False  # the client knows its id and may come back
-        self.is_sent = False  # a complete answer was sent; it is kept in case its end was lost
+        self.num_attached = 0
+        """Connections that read it."""
+        self.is_known = False
+        """Whether the client knows its id, and may come back."""
+        self.is_sent = False
+        """Whether a complete answer was sent; it is kept because its end may have been lost."""
         self.lease = lease
         self.expiry: asyncio.TimerHandle | None = None
         self.deadline: asyncio.TimerHandle | None = None
@@ -426,7 +429,7 @@ class Sessions:
         if replayed.is_stopped:
             history.stop()
         if history.is_ended:
-            history.is_counted = True  # by the predecessor
+            history.is_counted = True  # the predecessor has counted it
             return
         try:
             history.request_id = self._client.adopt(resumed(add, history), history)

@@ -184,7 +184,7 @@ class ChildProcess:
     ) -> NoReturn:
         """Report a fatal error, and exit. Without `retry` users are shown its text alone."""
         text = f"{type(error).__name__}: {error}" if retry else str(error)
-        is_printed = not retry and self._supervisor is not None  # by the supervisor
+        is_printed = not retry and self._supervisor is not None  # the supervisor prints it
         severity = logging.DEBUG if is_printed else logging.ERROR
         self.log.log(severity, "%s failed: %s", phase, text, exc_info=retry)
         self._send(Fatal(phase, text[:MAX_TEXT], hint[:MAX_TEXT], retry))

@@ -2,7 +2,7 @@
 
 import ctypes
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h has these numbers
 _LARGE_BYTES = 256 * 1024
 
 

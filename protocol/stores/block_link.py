@@ -26,8 +26,8 @@ PART_BYTES = 2**20
 WINDOW_BYTES = 8 * 2**20
 """Maximum number of bytes of blocks that one load has asked for and not received."""
 MAX_WINDOW = 32
-"""Maximum number of answers that one load has asked for and not received. A queue of ZMQ notices in
-steps of half its length that it was read, so the high-water mark of the link is more than twice
+"""Maximum number of answers that one load has asked for and not received. ZMQ frees room in a queue
+only after half of the queue was read, so the high-water mark of the link is more than twice
 this."""
 
 Layout = Annotated[str, Meta(pattern="^[0-9a-z]{1,64}$")]

@@ -34,9 +34,8 @@ class BlockIndex:
     def __init__(self, path: Path, *, max_blocks: int | None = None) -> None:
         """Map the file. With `max_blocks` it is made if it is not there, or has another size.
 
-        Processes that may make it must do so one after the other, under a lock.
-
-        An OSError: there is no file, or no room for it. ValueError: it is not a table.
+        Processes that may make it must do so one after the other, under a lock. OSError: there is
+        no file, or no room for it. ValueError: it is not a table.
         """
         self.is_new = max_blocks is not None and _make(path, max_blocks)
         """Whether the file was made here, and names nothing."""
@@ -83,7 +82,7 @@ class BlockIndex:
         self._words[_HEADER_WORDS : _HEADER_WORDS + len(empty)] = empty
 
     def _place(self, key: bytes) -> tuple[int, int]:
-        """Return what stands for a block, and the first word of its places."""
+        """Return the mark of a block, and the number of the first word of its places."""
         number = int.from_bytes(key[:_WORD_BYTES], "little")
         if len(key) > _HASH_BYTES:  # of another KV group than the first
             number = (number + _ODD * int.from_bytes(key[_HASH_BYTES:], "little")) & _WORD_MASK

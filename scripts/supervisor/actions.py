@@ -37,9 +37,12 @@ def replica_slot(index: int) -> Slot:
 class Origin(enum.Enum):
     """How a process is started in its slot."""
 
-    STARTED = "started"  # by command; it loads everything itself
-    FORKED = "forked"  # by the zygote, which has loaded the model
-    PROMOTED = "promoted"  # it was the standby
+    STARTED = "started"
+    """It is started by command, and loads everything itself."""
+    FORKED = "forked"
+    """The zygote, which has loaded the model, forks it."""
+    PROMOTED = "promoted"
+    """It was the standby."""
 
 
 class Start(msgspec.Struct, frozen=True):

@@ -217,5 +217,5 @@ def _head(name: str, seconds: float) -> str:
 
 
 def _num_columns() -> int:
-    """The last column stays free: some terminals wrap when it is written."""
+    """Return the width of the terminal without its last column, which makes some of them wrap."""
     return max(shutil.get_terminal_size().columns - 1, 1)

@@ -1,6 +1,6 @@
 """Waits for the process that fetches models of the hub and makes directories of GGUF files.
 
-No other process is started before it has ended.
+The other processes of the engine start after its end.
 """
 
 import logging

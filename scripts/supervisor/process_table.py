@@ -250,7 +250,7 @@ class ProcessTable:
     # Deaths -------------------------------------------------------------------------------------
 
     def dead(self, ready: Container[int]) -> list[ChildHandle]:
-        """Yield the dead processes among a poll's descriptors; reaping one may move another."""
+        """Return the dead processes among a poll's descriptors; reaping one may move another."""
         # Helpers first, so that no dead standby is promoted.
         slots = sorted(self._rows, key=lambda slot: slot.role not in HELPERS)
         children = [self._rows[slot].child for slot in slots]

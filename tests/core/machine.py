@@ -98,7 +98,6 @@ class Machine:
         self.num_loads = 0
         self.num_remote_loads = 0
         """Of these, loads of what another machine has."""
-        """Remote loads begun."""
         self.num_states_loaded = self.num_remote_states_loaded = 0
         self.num_constrained = 0
         """Requests with a grammar that were admitted."""
