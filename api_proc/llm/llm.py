@@ -357,7 +357,7 @@ class LLM:
         lora_request: LoRARequests = None,
     ) -> list[RequestOutput]:
         num_items = len(items)
-        each_params = self._one_each("sampling_params", params, num_items)
+        each_params = self._one_each(params, num_items)
         if priority is not None and len(priority) != num_items:
             raise invalid("priority", f"there are {len(priority)} for {num_items} prompts")
 
@@ -424,7 +424,8 @@ class LLM:
         with progress_bar(use_tqdm, len(requests)) as on_end:
             return await self._engine.run_all(requests, run, on_end)
 
-    def _one_each(self, name: str, params: Params, num_prompts: int) -> list[SamplingParams]:
+    def _one_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
+        """Return the parameters of each prompt."""
         if params is None:
             params = self._engine.default_params()
         if isinstance(params, SamplingParams):
@@ -432,9 +433,11 @@ class LLM:
         if not isinstance(params, Sequence) or not all(
             isinstance(p, SamplingParams) for p in params
         ):
-            raise invalid(name, "must be SamplingParams, or a list with one for each prompt")
+            raise invalid(
+                "sampling_params", "must be SamplingParams, or a list with one for each prompt"
+            )
         if len(params) != num_prompts:
-            raise invalid(name, f"there are {len(params)} for {num_prompts} prompts")
+            raise invalid("sampling_params", f"there are {len(params)} for {num_prompts} prompts")
         return list(params)
 
 

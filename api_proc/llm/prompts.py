@@ -25,12 +25,12 @@ def invalid(param: str, message: str) -> RequestFailed:
     return failure_of(RequestError(ErrorCode.INVALID, f"{param}: {message}", param))
 
 
-def from_api_error(error: ApiError, prefix: str = "") -> RequestFailed:
+def from_api_error(error: ApiError) -> RequestFailed:
     """Translate an error of the text side."""
     is_overload = error.status == 429
     known = {code.value: code for code in ErrorCode}
     code = ErrorCode.OVERLOADED if is_overload else known.get(error.code or "", ErrorCode.INVALID)
-    return failure_of(RequestError(code, prefix + error.message, error.param))
+    return failure_of(RequestError(code, error.message, error.param))
 
 
 def is_one_prompt(prompts: PromptType | Sequence[PromptType]) -> TypeGuard[PromptType]:

@@ -9,7 +9,7 @@ async def forward_to_owner(
     state: ApiState,
     connection: Connection,
     request_id: str,
-    body: bytes = b"",
+    body: bytes,
     *,
     timeout_s: float | None = HEAD_TIMEOUT_S,
 ) -> bool:

@@ -15,7 +15,7 @@ from protocol.stores.block_link import MAX_KEYS
 class RemoteBlocks:
     """Questions and answers, by request."""
 
-    def __init__(self, *, is_on: bool, here: str = "") -> None:
+    def __init__(self, *, is_on: bool, here: str) -> None:
         """`is_on`: workers can reach other machines; `here`: this machine's block server.
 
         Blocks stored on this machine are read from the stores.

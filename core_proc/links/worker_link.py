@@ -59,7 +59,7 @@ class WorkerLink:
         send_to_client: Callable[[Client, StepOutputs], None],
         *,
         page: ProgressPage | None = None,
-        core_epoch: int = 0,
+        core_epoch: int,
     ) -> None:
         """Start without workers. The marks of a step are written to `page` before it is sent."""
         self._link = link

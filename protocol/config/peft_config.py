@@ -67,7 +67,9 @@ def read_config(content: bytes, max_rank: int) -> PeftConfig:
     if not isinstance(config, dict):
         raise AdapterError(f"{CONFIG_FILE} does not hold a JSON object")
     _check_kind(config)
-    rank = _integer(config, "r")
+    if "r" not in config:
+        raise AdapterError(f"{CONFIG_FILE} has no r")
+    rank = config["r"]
     ranks = _pattern(config, "rank_pattern")
     for key, value in {"r": rank, **{f"rank_pattern.{k}": v for k, v in ranks.items()}}.items():
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -107,12 +109,6 @@ def _check_kind(config: dict[str, Any]) -> None:
             f"{_shown('init_lora_weights', start)}: it changes the model's own weights; save the"
             " adapter converted to plain LoRA"
         )
-
-
-def _integer(config: dict[str, Any], key: str) -> Any:
-    if key not in config:
-        raise AdapterError(f"{CONFIG_FILE} has no {key}")
-    return config[key]
 
 
 def _pattern(config: dict[str, Any], key: str) -> dict[str, Any]:
