@@ -130,7 +130,9 @@ class FakeCore:
         assert self.link.send(self.connects[-1], self.epoch if epoch is None else epoch, body)
 
     def emit(self, *outputs: RequestOutput) -> None:
-        self.send(StepOutputs(list(outputs)))
+        """Send outputs; like a core, drop those for a client that has gone."""
+        with contextlib.suppress(PeerGone):
+            self.send(StepOutputs(list(outputs)))
 
     async def restart(self, num_adds: int) -> None:
         """Restart on the same socket under a new epoch, and wait for this number of requests."""
