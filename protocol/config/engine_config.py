@@ -223,10 +223,12 @@ class SchedulerConfig(Section):
     """Draft as many tokens as pay off, by measured acceptance and step times, and none if none
     does; off: always num_speculative_tokens."""
     max_num_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 10_000
-    """Maximum number of requests in the queue; further ones are refused with 429."""
+    """Maximum number of requests in the queue; further ones are refused with 429. One client of the
+    API gets at most 8 times what is left, alone 8/9 of all."""
     max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 2**22
-    """Maximum number of prompt tokens in the queue; further requests are refused with 429. A prompt
-    that finds the queue empty is accepted, however long it is."""
+    """Maximum number of prompt tokens in the queue; further requests are refused with 429. One
+    client of the API gets at most 8 times what is left, alone 8/9 of all. A prompt that finds the
+    queue empty is accepted, however long it is."""
 
 
 class LoraConfig(Section):
