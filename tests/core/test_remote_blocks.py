@@ -253,7 +253,7 @@ def test_a_reset_of_the_prefix_cache_reads_nothing_from_there(filled: FakeStore)
 
 def test_workers_without_keys_are_asked_for_nothing(filled: FakeStore) -> None:
     bench = Bench(filled)
-    bench.offload.remote = type(bench.offload.remote)(is_on=False)
+    bench.offload.remote = type(bench.offload.remote)(is_on=False, here="")
     bench.come("a")
     assert bench.step() == {"a": len(PROMPT)}
 
