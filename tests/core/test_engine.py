@@ -214,8 +214,10 @@ def test_one_client_leaves_a_ninth_of_the_queue_to_others(setting: str) -> None:
     assert [is_taken(number, "a") for number in range(1, 10)] == [True] * 8 + [False]
     assert [is_taken(number, "b") for number in (11, 12)] == [True, False]
     assert is_taken(20, "a", resent=True)
-    engine.abort(CLIENT, [*range(1, 10), 20])
-    assert [is_taken(number, "a") for number in range(21, 28)] == [True] * 7
+    engine.abort(CLIENT, [1, 2, 11, 20])
+    assert [is_taken(number, "a") for number in range(21, 24)] == [True, True, False]
+    engine.abort(CLIENT, [*range(3, 10), *range(21, 24)])
+    assert [is_taken(number, "a") for number in range(31, 38)] == [True] * 7
     engine = make_engine(**{setting: 9 * len(prompt)})
     assert all(is_taken(number, "") for number in range(1, 10))
 
