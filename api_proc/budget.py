@@ -7,7 +7,7 @@ from collections import Counter
 
 from api_proc.errors import ApiError, overloaded
 from protocol.api_core import ErrorCode
-from protocol.turns import SHARE, has_share
+from protocol.turns import SHARE, has_share, largest_share
 
 
 class SharedBound:
@@ -62,10 +62,13 @@ class ClientBudget:
 
     def check_size(self, num_sequences: int) -> None:
         """Raise a 400 if a client may never have as many sequences open."""
-        limit = self.max_per_client
-        if limit and num_sequences > limit:
-            text = f"max_open_requests_per_client: {num_sequences} sequences are more than {limit}"
-            raise ApiError(400, text, code=ErrorCode.INVALID)
+        limits = {"max_open_requests_per_client": self.max_per_client}
+        if self._has_shares:
+            limits["max_open_requests"] = largest_share(self._sequences.limit)
+        for setting, limit in limits.items():
+            if limit and num_sequences > limit:
+                text = f"{setting}: {num_sequences} sequences are more than {limit}"
+                raise ApiError(400, f"{text}, all that one client gets", code=ErrorCode.INVALID)
 
     def check(self, client: str, more: int) -> None:
         """Raise a 429 if a client may not have this number of further sequences now."""
@@ -76,7 +79,7 @@ class ClientBudget:
                 f" sequences are open, and this request adds {more}"
             )
         if more > 0 and self._has_shares and not self._sequences.has_share(client, more):
-            raise _beyond_share("max_open_requests", self._sequences, client, "sequences")
+            raise _beyond_share("max_open_requests", self._sequences, client, "sequences", more)
 
     def count(self, client: str, more: int) -> None:
         """Count further sequences of a client, whatever the bound is; `more` may be negative."""
@@ -142,7 +145,7 @@ class Budget:
         if not requests.has_room(1):
             raise overloaded(f"max_open_requests: {requests.limit} requests are open")
         if not requests.has_share(holder, 1):
-            raise _beyond_share("max_open_requests", requests, holder, "requests")
+            raise _beyond_share("max_open_requests", requests, holder, "requests", 1)
         if self._bytes.total >= self._bytes.limit:
             raise self._out_of_bytes()
         clients = self.foreign if is_foreign else self.clients
@@ -166,7 +169,7 @@ class Budget:
         if self._bytes.total and not self._bytes.has_room(num_bytes):
             raise self._out_of_bytes()
         if not self._bytes.has_share(holder, num_bytes, own):
-            raise _beyond_share("max_open_bytes", self._bytes, holder, "bytes")
+            raise _beyond_share("max_open_bytes", self._bytes, holder, "bytes", num_bytes)
         self._bytes.add(holder, num_bytes)
 
     def release(self, num_bytes: int, holder: str | None) -> None:
@@ -179,13 +182,15 @@ class Budget:
         return overloaded(f"max_open_bytes: open requests hold {total} of {limit} bytes")
 
 
-def _beyond_share(setting: str, bound: SharedBound, client: str | None, unit: str) -> ApiError:
-    """Return a 429 for a client that has its share of a bound."""
+def _beyond_share(
+    setting: str, bound: SharedBound, client: str | None, unit: str, more: int
+) -> ApiError:
+    """Return a 429 for a client whose share of a bound does not permit `more`."""
     held = 0 if client is None else bound.held_by(client)
     free = bound.limit - bound.total
     return overloaded(
-        f"{setting}: this client holds {held} of {bound.limit} {unit}, and {free} are left for all;"
-        f" a client may hold {SHARE} times what is left"
+        f"{setting}: this client holds {held} of {bound.limit} {unit}, {free} are left for all, and"
+        f" this request adds {more}; a client may hold {SHARE} times what is then left"
     )
 
 

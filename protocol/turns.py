@@ -1,5 +1,6 @@
 """Fair queues: clients are served in turns, and none can fill a queue."""
 
+import math
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 from typing import Generic, NamedTuple, TypeVar
@@ -78,6 +79,11 @@ def has_share(held: int, free: int, more: int = 1) -> bool:
     one part of 8 k + 1. A client that holds nothing may take all that is free at once.
     """
     return not held or held + more - 1 < SHARE * (free - more + 1)
+
+
+def largest_share(limit: int) -> int:
+    """Return what a client that takes one by one holds of `limit` if no other holds anything."""
+    return math.ceil(SHARE * limit / (SHARE + 1))
 
 
 class Shares:

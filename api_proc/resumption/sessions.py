@@ -342,10 +342,13 @@ class Sessions:
 
         That of another client is removed only if the bounds of all are reached.
         """
-        sent = [s for s in self._by_id.values() if not s.num_attached and s.is_sent]
-        own = (session for session in sent if session.accepted.adds[0].origin == origin)
-        of_any = sent[0] if sent and not self._budget.has_room(num_bytes) else None
-        return next(own, of_any)
+        of_any = None
+        for session in self._by_id.values():
+            if not session.num_attached and session.is_sent:
+                if session.accepted.adds[0].origin == origin:
+                    return session
+                of_any = of_any or session
+        return None if self._budget.has_room(num_bytes) else of_any
 
     def _new_history(self, accepted: AcceptRecord, index: int) -> History:
         """Return the history of a sequence.

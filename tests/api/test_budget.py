@@ -95,8 +95,16 @@ def test_a_client_leaves_a_ninth_of_each_bound_to_others() -> None:
     for each in (other, further, second):
         each.close()
 
-    with pytest.raises(ApiError, match=r"^max_open_requests: this client holds 1 of 90 sequences"):
-        lease.count_sequences(82)
+    with pytest.raises(ApiError, match=r"^max_open_requests: 81 sequences are more than 80") as no:
+        lease.count_sequences(81)  # also as the only request
+    assert no.value.status == 400
+    lease.count_sequences(80)
+    lease.count_sequences(1)
+    with contextlib.closing(budget.open(client="a")) as another:
+        problem = r"^max_open_requests: this client holds 2 of 90 sequences, .* request adds 79;"
+        with pytest.raises(ApiError, match=problem) as later:
+            another.count_sequences(80)
+        assert later.value.status == 429
     lease.count_sequences(80)
     budget.open(client="b").count_sequences(8)
     lease.close()

@@ -207,6 +207,33 @@ async def test_answers_that_were_sent_make_room(tmp_path: Path) -> None:
     server.sessions.close()
 
 
+@play
+async def test_a_client_makes_room_with_its_own_answers(tmp_path: Path) -> None:
+    """The oldest answer of any client is removed only if a client without one finds no room."""
+    server = await Server(tmp_path, max_open_requests=9).written()
+
+    async def answer(name: str, origin: str) -> None:
+        decoded = DecodedRequest(CompletionBody(prompt="x", stream=True), [Prompt([5, 6], None)])
+        session = server.sessions.begin(name, PATH, RAW, decoded, origin=origin)
+        params = SamplingParams(max_tokens=2, seed=1)
+        server.sessions.submit(session, [5, 6], params, origin=origin)
+        await server.sessions.accept(session)
+        with server.generation(name, session) as generation:
+            generation.resume(StreamPosition([None]))
+            await read(generation, 2)
+
+    for i in range(9):
+        await answer(f"a{i}", "a")
+    kept = [f"a{i}" for i in range(1, 9)]
+    assert list(server.sessions._by_id) == kept, "its share is full, and the bound is not"
+    await answer("b0", "b")
+    await answer("b1", "b")
+    assert list(server.sessions._by_id) == [*kept, "b1"]
+    await answer("c0", "c")
+    assert list(server.sessions._by_id) == [*kept[1:], "b1", "c0"]
+    server.sessions.close()
+
+
 def num_finished(server: Server) -> dict[str, int]:
     return {reason: num for reason, num in server.state.metrics.num_finished.items() if num}
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.turns import Account, Shares, Turns
+from protocol.turns import Account, Shares, Turns, has_share, largest_share
 
 A, A2, B = Account("a"), Account("a", "second"), Account("b")
 
@@ -83,3 +83,13 @@ def test_items_that_are_not_kept_are_gone() -> None:
     turns.keep(lambda item: item == 2)
     assert turns.take() == (A, 2)
     assert turns.take() is None
+
+
+@pytest.mark.parametrize("limit", [1, 2, 8, 9, 10, 90, 16384])
+def test_the_largest_share_is_what_one_client_gets_alone(limit: int) -> None:
+    held = 0
+    while held < limit and has_share(held, limit - held):
+        held += 1
+    assert held == largest_share(limit)
+    assert has_share(1, limit - 1, held - 1), "also with one step after the first"
+    assert not has_share(1, limit - 1, held)

@@ -136,7 +136,7 @@ def main() -> None:
     with EngineFactory() as factory:
         engine = factory(
             *("--null-step-ms", str(arguments.step_ms), "--max-num-seqs", str(MAX_NUM_SEQS)),
-            *("--max-num-waiting", str(MAX_NUM_SEQS)),
+            *("--max-num-waiting", str(MAX_NUM_SEQS * 9 // 8)),  # one client gets 8/9 of it
         )
         engine.ready()
         found = asyncio.run(measure(engine.url(), arguments.factor, arguments.seconds))
