@@ -45,7 +45,7 @@ def read_model_files(model: str) -> ModelFiles:
     if model == NULL_MODEL:
         return ModelFiles(weights=NULL_MODEL)
     directory = Path(model)
-    return ModelFiles(_digest([directory / "tokenizer.json"]), _digest(_weight_files(directory)))
+    return ModelFiles(_digest([directory / "tokenizer.json"]), _digest(weight_files(directory)))
 
 
 def add_contents(path: Path, digest: "hashlib.blake2b", name: str = "") -> None:
@@ -75,8 +75,11 @@ def _digest(files: list[Path]) -> str:
     return digest.hexdigest() if files else ""
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    """Return the files that a worker reads: one, those of an index, or those of a GGUF model."""
+def weight_files(directory: Path) -> list[Path]:
+    """Return the files that a worker reads: one, those of an index, or those of a GGUF model.
+
+    Files of an index may be in subdirectories, or missing.
+    """
     index = directory / "model.safetensors.index.json"
     if (directory / "model.safetensors").is_file():
         return [directory / "model.safetensors"]

@@ -6,7 +6,7 @@ Times and paths differ between copies, so the contents of all files are hashed
 
 from pathlib import Path
 
-from protocol.process.model_files import add_contents, new_digest
+from protocol.process.model_files import add_contents, new_digest, weight_files
 from worker_proc.gguf.parts import part_paths
 
 _SUFFIXES = frozenset({".json", ".safetensors", ".bin", ".gguf", ".pt", ".py"})
@@ -27,4 +27,5 @@ def _files_of(checkpoint: Path) -> list[Path]:
     if not checkpoint.is_dir():
         return part_paths(checkpoint)
     found = [*checkpoint.iterdir(), *checkpoint.glob("*/*")]
-    return sorted(file for file in found if file.suffix in _SUFFIXES and file.is_file())
+    found = [file for file in found if file.suffix in _SUFFIXES]
+    return sorted(file for file in {*found, *weight_files(checkpoint)} if file.is_file())

@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from protocol.process.model_files import weight_files
+
 _HEADER = re.compile(r"([0-9a-f]+)-([0-9a-f]+) \S+ \S+ \S+ \d+\s*(.*)")
 _CHANGED = "Anonymous:"
 """Prefix of the line with the kilobytes written to a private mapping."""
@@ -21,9 +23,8 @@ _MIN_BYTES = 8 << 20
 
 def release_mapped_pages(directory: str) -> None:
     """Release the pages of a large checkpoint's files; the mappings stay valid."""
-    files = {
-        os.path.realpath(file) for pattern in _PATTERNS for file in Path(directory).glob(pattern)
-    }
+    found = [file for pattern in _PATTERNS for file in Path(directory).glob(pattern)]
+    files = set(map(os.path.realpath, [*found, *weight_files(Path(directory))]))
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     try:
         if madvise is None or sum(map(os.path.getsize, files)) < _MIN_BYTES:

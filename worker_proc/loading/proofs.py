@@ -20,6 +20,7 @@ import transformers
 
 import protocol
 from protocol.config import EngineConfig
+from protocol.process.model_files import weight_files
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import cpu_description
 from worker_proc.native.kernels import NativeLibrary
@@ -103,7 +104,7 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
     for name in filter(None, (config.model.model, config.model.speculative_model)):
         directory = Path(name).resolve()
         found = directory.iterdir() if directory.is_dir() else ()  # else loading reports the error
-        for path in sorted(path for path in found if path.is_file()):
+        for path in sorted(path for path in {*found, *weight_files(directory)} if path.is_file()):
             yield _state(path)
         for path in _modules_of(directory):
             yield _state(path)

@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -62,6 +62,8 @@ def _weight_files(directory: Path) -> list[str]:
         raise CheckpointError(f"{index}: weight_map does not map names to files")
     files = sorted(set(weight_map.values()))
     for file in files:
+        if PurePosixPath(file).is_absolute() or ".." in PurePosixPath(file).parts:
+            raise CheckpointError(f"{index} names {file}, which is outside of {directory}")
         if not (directory / file).is_file():
             raise CheckpointError(f"{index} names {file}, which is missing")
     return files

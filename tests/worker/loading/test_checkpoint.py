@@ -91,6 +91,8 @@ def test_a_bad_value_is_one_sentence_with_file_and_key(name: str, copied: Path) 
         ("model.safetensors.index.json", "{", "cannot be read as JSON"),
         ("model.safetensors.index.json", '{"weight_map": 5}', "weight_map"),
         ("model.safetensors.index.json", '{"weight_map": {"a": "b.safetensors"}}', "b.safetensors"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "a/../../b"}}', "outside"),
+        ("model.safetensors.index.json", '{"weight_map": {"a": "/b.safetensors"}}', "outside"),
     ],
 )
 def test_a_bad_file_is_named(name: str, content: str, reason: str, copied: Path) -> None:

@@ -1,5 +1,6 @@
 """The name of a checkpoint: equal for copies, and another one for other contents."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -60,3 +61,15 @@ def test_all_parts_of_a_gguf_file_count(tmp_path: Path) -> None:
     before = checkpoint_identity(str(parts[0]))
     parts[1].write_bytes(b"b")
     assert checkpoint_identity(str(parts[0])) != before
+
+
+def test_shards_in_subdirectories_count(checkpoint: Path) -> None:
+    (checkpoint / "model.safetensors").unlink()
+    shard = checkpoint / "a" / "b" / "1.safetensors"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"a")
+    index = {"weight_map": {"weight": "a/b/1.safetensors"}}
+    (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
+    before = checkpoint_identity(str(checkpoint))
+    shard.write_bytes(b"b")
+    assert checkpoint_identity(str(checkpoint)) != before

@@ -1,7 +1,9 @@
 """Pages of weight files that were read are let go of, and none that was written to."""
 
+import json
 from pathlib import Path
 
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig
@@ -16,10 +18,9 @@ NUM_VALUES = 8 << 20
 NUM_BYTES = NUM_VALUES * 4
 
 
-def map_weights(directory: Path) -> torch.Tensor:
+def map_weights(path: Path) -> torch.Tensor:
     """Write a file of weights, map it and read all of it."""
     weights = torch.arange(NUM_VALUES, dtype=torch.float32)
-    path = directory / "model.safetensors"
     save_file({"weight": weights}, path)
     offset = path.stat().st_size - NUM_BYTES
     storage = torch.UntypedStorage.from_file(str(path), False, offset + NUM_BYTES)
@@ -28,8 +29,12 @@ def map_weights(directory: Path) -> torch.Tensor:
     return values
 
 
-def test_pages_that_were_read_are_let_go_of(tmp_path: Path) -> None:
-    values = map_weights(tmp_path)
+@pytest.mark.parametrize("name", ["model.safetensors", "a/b/1.safetensors"])
+def test_pages_that_were_read_are_let_go_of(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    index = {"weight_map": {"weight": name}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    values = map_weights(tmp_path / name)
     before = resident("RssFile")
     release_mapped_pages(str(tmp_path))
     assert before - resident("RssFile") > 0.9 * NUM_BYTES / 10**6
@@ -37,7 +42,7 @@ def test_pages_that_were_read_are_let_go_of(tmp_path: Path) -> None:
 
 
 def test_values_that_were_written_stay(tmp_path: Path) -> None:
-    values = map_weights(tmp_path)
+    values = map_weights(tmp_path / "model.safetensors")
     values[NUM_VALUES // 2] = -1.0
     release_mapped_pages(str(tmp_path))
     assert values[NUM_VALUES // 2] == -1.0

@@ -1,5 +1,6 @@
 """A second start proves nothing again, and any change to what a proof depends on does."""
 
+import json
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -202,6 +203,18 @@ def test_other_kernels_settings_and_threads_are_proven_by_themselves(
     monkeypatch.setattr(prepare, "load_library", lambda: None)
     start(config)
     assert set(tried) == {"_calibrate"}
+
+
+def test_a_change_of_a_shard_in_a_subdirectory_has_another_key(tmp_path: Path) -> None:
+    shard = tmp_path / "a" / "b" / "1.safetensors"
+    shard.parent.mkdir(parents=True)
+    shard.write_bytes(b"a")
+    index = {"weight_map": {"weight": "a/b/1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    config = engine_config(tmp_path, "float32")
+    before = Proofs(config, 0)._key
+    shard.write_bytes(b"ab")
+    assert Proofs(config, 0)._key != before
 
 
 def test_the_division_and_each_rank_are_proven_by_themselves(tmp_path: Path) -> None:

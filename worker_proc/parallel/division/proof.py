@@ -76,10 +76,10 @@ def _difference(part: Division, whole: nn.Module, call: _Call, num_ranks: int) -
             if norms[0].is_shared:
                 _add_up_squares(norms, modules, call)
         outputs = [_output(module, call, part.summed).float() for module in modules]
+        difference = torch.stack(outputs).sum(0) - expected
     except RuntimeError as error:
         reason = f"a part of {part.module_name} cannot be computed ({error})"
         raise refuse(Share(0, num_ranks), reason) from error
-    difference = torch.stack(outputs).sum(0) - expected
     return float(difference.norm() / expected.norm().clamp_min(1e-6))
 
 
