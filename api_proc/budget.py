@@ -22,14 +22,15 @@ class SharedBound:
         """Return whether the bound permits `more`."""
         return self.total + more <= self.limit
 
-    def has_share(self, client: str | None, more: int, own: int = 0) -> bool:
-        """Return whether the share of a client permits `more`; None has no share.
+    def has_share(self, client: str | None, more: int, own: int = 0, freed: int = 0) -> bool:
+        """Return whether the share of a client permits `more`, once others have `freed` some.
 
-        A request that holds `own` may have any size if it is the only one of its client.
+        None has no share. A request that holds `own` may have any size if it is the only one of its
+        client.
         """
         if client is None or self._held[client] == own:
             return True
-        return has_share(self._held[client], self.limit - self.total, more)
+        return has_share(self._held[client], self.limit - self.total + freed, more)
 
     def add(self, client: str | None, more: int) -> None:
         """Count what a client takes, or returns if `more` is negative, whatever the bound is."""
@@ -157,9 +158,13 @@ class Budget:
         requests.add(holder, 1)
         return lease
 
-    def has_room(self, num_bytes: int) -> bool:
-        """Return whether one more request with `num_bytes` is within the bounds of all."""
-        return self._requests.has_room(1) and self._bytes.has_room(num_bytes)
+    def is_full(self, num_bytes: int, holder: str | None) -> bool:
+        """Return whether a client may have one more request, and only the bounds of all refuse it.
+
+        The request holds `num_bytes`.
+        """
+        has_room = self._requests.has_room(1) and self._bytes.has_room(num_bytes)
+        return not has_room and self._requests.has_share(holder, 1, freed=1)
 
     def reserve(self, num_bytes: int, holder: str | None, own: int = 0) -> None:
         """Reserve `num_bytes` more for a request that holds `own`, or raise a 429.

@@ -340,7 +340,8 @@ class Sessions:
     def _oldest_sent(self, num_bytes: int, origin: str | None) -> Session | None:
         """Return a session that makes room for a request of a client: its own, if it has one.
 
-        That of another client is removed only if the bounds of all are reached.
+        That of another client is removed only if the bounds of all are reached, and not the share
+        of this one.
         """
         of_any = None
         for session in self._by_id.values():
@@ -348,7 +349,7 @@ class Sessions:
                 if session.accepted.adds[0].origin == origin:
                     return session
                 of_any = of_any or session
-        return None if self._budget.has_room(num_bytes) else of_any
+        return of_any if self._budget.is_full(num_bytes, origin) else None
 
     def _new_history(self, accepted: AcceptRecord, index: int) -> History:
         """Return the history of a sequence.

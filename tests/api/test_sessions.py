@@ -12,7 +12,7 @@ import pytest
 from api_proc.bodies import CompletionBody
 from api_proc.errors import ApiError
 from api_proc.resumption.event_ids import StreamPosition
-from api_proc.resumption.sessions import DecodedRequest
+from api_proc.resumption.sessions import DecodedRequest, Session
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.errors import RequestFailed
@@ -212,12 +212,16 @@ async def test_a_client_makes_room_with_its_own_answers(tmp_path: Path) -> None:
     """The oldest answer of any client is removed only if a client without one finds no room."""
     server = await Server(tmp_path, max_open_requests=9).written()
 
-    async def answer(name: str, origin: str) -> None:
+    async def begin(name: str, origin: str) -> Session:
         decoded = DecodedRequest(CompletionBody(prompt="x", stream=True), [Prompt([5, 6], None)])
         session = server.sessions.begin(name, PATH, RAW, decoded, origin=origin)
         params = SamplingParams(max_tokens=2, seed=1)
         server.sessions.submit(session, [5, 6], params, origin=origin)
         await server.sessions.accept(session)
+        return session
+
+    async def answer(name: str, origin: str) -> None:
+        session = await begin(name, origin)
         with server.generation(name, session) as generation:
             generation.resume(StreamPosition([None]))
             await read(generation, 2)
@@ -231,6 +235,12 @@ async def test_a_client_makes_room_with_its_own_answers(tmp_path: Path) -> None:
     assert list(server.sessions._by_id) == [*kept, "b1"]
     await answer("c0", "c")
     assert list(server.sessions._by_id) == [*kept[1:], "b1", "c0"]
+
+    unsent = [(await begin(f"open{i}", "a")).request_id for i in range(8)]
+    assert list(server.sessions._by_id) == ["c0", *unsent]
+    with pytest.raises(ApiError):
+        await begin("more", "a")
+    assert list(server.sessions._by_id) == ["c0", *unsent], "none is removed in vain"
     server.sessions.close()
 
 
