@@ -32,6 +32,7 @@ from protocol.client.errors import RequestFailed
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.lifecycle import HEALTH_HOLDS_S, Health
+from protocol.turns import has_share
 
 DEGRADED = "degraded"
 STATUS_FRESH_S = 5.0
@@ -131,17 +132,29 @@ class ApiState:
         error = RequestError(ErrorCode.DRAINING, "the server is shutting down")
         self.open_requests.fail_all(RequestFailed(error))
 
-    async def accepting(self) -> ModelFacts:
-        """Return the model's facts if new requests are accepted, or raise a 503 or 429."""
+    async def accepting(self, origin: str) -> ModelFacts:
+        """Return the model's facts if a client's request is accepted, or raise a 503 or 429.
+
+        The request, of which the body was read, counts already.
+        """
         while self._may_learn_facts():
             await asyncio.sleep(_POLL_S)
         facts = self.require_facts()
+        if not self.client.connected:
+            self._check_waiting(max(0, self.budget.clients.num_of(origin) - 1))
+        return facts
+
+    def _check_waiting(self, num_own: int) -> None:
+        """Raise a 429 if too many requests wait for the engine, of all clients or of this one."""
         # The other API processes accept their parts.
         limit = math.ceil(self.config.scheduler.max_num_waiting / self.ids.count)
-        if not self.client.connected and self.client.num_open_requests >= limit:
+        num_free = limit - self.client.num_open_requests
+        if num_free <= 0:
             message = f"max_num_waiting: {limit} requests wait for the engine to come back"
             raise overloaded(message)
-        return facts
+        if not has_share(num_own, num_free):
+            message = f"max_num_waiting: {num_own} requests of this client wait for the engine"
+            raise overloaded(f"{message} to come back, its share of {limit}")
 
     def _may_learn_facts(self) -> bool:
         """Return whether this process is too new to know the state of a running engine.

@@ -120,7 +120,7 @@ class GenerationApi(Generic[Body]):
     async def _decode(
         self, state: ApiState, connection: Connection, raw: bytes, turn: Turn
     ) -> "_Decoded[Body]":
-        facts = await state.accepting()
+        facts = await state.accepting(connection.origin)
         body, unknown = await self.decode.in_slices(raw, turn)
         connection.reserve_values(turn.num_values)
         connection.headers += state.unknown_fields.check(raw, unknown)

@@ -39,8 +39,9 @@ async def invoke(state: ApiState, connection: Connection) -> None:
     handler = next((_BY_FIELD[name] for name in _BY_FIELD if name in names), None)
     if handler is None:
         raise invalid("body", f"must have one of the fields {', '.join(_BY_FIELD)}")
-    if handler is create_embeddings and (await state.accepting()).num_labels:
-        handler = classify
+    if handler is create_embeddings:
+        facts = await state.accepting(connection.origin)
+        handler = classify if facts.num_labels else handler
     connection.unread(raw)
     raw = b""
     await handler(state, connection)

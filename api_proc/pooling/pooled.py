@@ -101,7 +101,7 @@ async def decoded_in_slices(
 ) -> AsyncIterator[tuple[Body, ModelFacts, Turn]]:
     """Read and decode the body of a request, whose turn lasts until the end of the block."""
     raw = await connection.read_body(state.config.api.max_body_bytes)
-    facts = await state.accepting()
+    facts = await state.accepting(connection.origin)
     with Turn(state.large_requests) as turn:
         body, unknown = await decode.in_slices(raw, turn)
         connection.reserve_values(turn.num_values)

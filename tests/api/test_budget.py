@@ -118,10 +118,13 @@ def test_requests_of_no_client_have_no_shares() -> None:
     assert (budget.num_requests, budget.num_bytes) == (9, 9)
 
 
-def test_one_key_cannot_fill_a_server(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("setting", ["max_open_requests", "max_num_waiting"])
+def test_one_key_cannot_fill_a_server(make_server: MakeServer, setting: str) -> None:
+    """Nor the queue while the engine is away."""
     client = FakeClient()
     client.is_paused = True
-    live = make_server(client, api_key=("one", "two"), max_open_requests=9)
+    client.connected = setting == "max_open_requests"
+    live = make_server(client, api_key=("one", "two"), **{setting: 9})
     address = ("127.0.0.1", live.port)
     body = json.dumps(BODY).encode()
 
