@@ -24,10 +24,10 @@ constexpr bool kHasLines<W, std::void_t<typename W::Lines>> = true;
 
 // Adds the products of the inputs of a step with `Pairs` pairs to sums. A line has the codes of
 // successive inputs for 16 outputs. The codes of a pair are `stride` bytes after those of the pair
-// before it.
+// before it. Codes that are `ahead` bytes further are fetched.
 template <class Lines, int Pairs>
-[[gnu::always_inline]] inline void add_lines(const uint8_t* codes, int64_t stride, const float* row,
-                                             Part (&sums)[Pairs][2 * kParts]) {
+[[gnu::always_inline]] inline void add_lines(const uint8_t* codes, int64_t stride, int64_t ahead,
+                                             const float* row, Part (&sums)[Pairs][2 * kParts]) {
   const auto line_of = [&](int pair, int half) {
     return codes + pair * stride + half * Lines::kTileBytes;
   };
@@ -36,7 +36,7 @@ template <class Lines, int Pairs>
 #pragma GCC unroll 8
     for (int pair = 0; pair < Pairs; pair++)
 #pragma GCC unroll 8
-      for (int half = 0; half < 2; half++) __builtin_prefetch(line_of(pair, half) + kCodesAhead);
+      for (int half = 0; half < 2; half++) __builtin_prefetch(line_of(pair, half) + ahead);
 #pragma GCC unroll 8
     for (int k = 0; k < Lines::kInputs; k++) {
       const Part x = splat_part(row[i + k]);
@@ -69,8 +69,13 @@ template <int Pairs, class W, class Out>
       for (auto& of_pair : own)
         for (Part& part : of_pair) part = splat_part(inputs.begins[group]);
     const int64_t last = std::min(first + kGroup, w.num_units);
-    for (int64_t unit = first; unit < last; unit += kUnitStep)
-      add_lines<Lines>(w.codes + w.tile_at(pair, 0, unit), stride, inputs.floats + 2 * unit, own);
+    for (int64_t unit = first; unit < last; unit += kUnitStep) {
+      // At the end of these pairs, the codes of the next ones.
+      const bool is_end = w.tile_at(0, 0, unit) + kCodesAhead >= stride;
+      const int64_t ahead = kCodesAhead + (is_end ? (Pairs - 1) * stride : 0);
+      add_lines<Lines>(w.codes + w.tile_at(pair, 0, unit), stride, ahead, inputs.floats + 2 * unit,
+                       own);
+    }
     if constexpr (kAreGroups)
       for (int i = 0; i < Pairs; i++) {
         const Vec scales[] = {w.group_scales(pair + i, 0, first), w.group_scales(pair + i, 1, first)};
