@@ -70,7 +70,7 @@ template <int Pairs, class W, class Out>
         for (Part& part : of_pair) part = splat_part(inputs.begins[group]);
     const int64_t last = std::min(first + kGroup, w.num_units);
     for (int64_t unit = first; unit < last; unit += kUnitStep) {
-      // At the end of these pairs, the codes of the next ones.
+      // Near the end of these pairs, codes of the next pairs are fetched.
       const bool is_end = w.tile_at(0, 0, unit) + kCodesAhead >= stride;
       const int64_t ahead = kCodesAhead + (is_end ? (Pairs - 1) * stride : 0);
       add_lines<Lines>(w.codes + w.tile_at(pair, 0, unit), stride, ahead, inputs.floats + 2 * unit,
