@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ import yaml
 
 from protocol.config import EngineConfig
 
-DEPLOY = Path(__file__).parents[1] / "docs" / "deploy"
+ROOT = Path(__file__).parents[1]
+DEPLOY = ROOT / "docs" / "deploy"
 
 
 def flags() -> set[str]:
@@ -20,11 +22,24 @@ def flags() -> set[str]:
     return {"--no-api", *flags_of_agents, *(f"--{name.replace('_', '-')}" for name in names)}
 
 
-@pytest.mark.parametrize("path", sorted(DEPLOY.iterdir()), ids=lambda path: path.name)
+EXAMPLES = sorted(path for path in DEPLOY.iterdir() if path.name != "Dockerfile")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_every_flag_exists(path: Path) -> None:
     used = set(re.findall(r"(?<![\w-])--[a-z][a-z-]+", path.read_text()))
     assert len(used) > 2
     assert used <= flags()
+
+
+def test_the_image_is_made_of_what_a_wheel_is_made_of() -> None:
+    lines = (DEPLOY / "Dockerfile").read_text().splitlines()
+    words = [line.split() for line in lines if line.startswith("COPY ") and "--from" not in line]
+    copied = {name for _, *names, _ in words for name in names}
+    script = (ROOT / "scripts" / "wheel").read_text()
+    assert copied == set(re.findall(r"^cp -r (.*) \"\$scratch\"$", script, re.MULTILINE)[0].split())
+    assert lines[-1] == 'ENTRYPOINT ["troika"]'
+    assert "troika" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 
 
 def test_yaml_can_be_read() -> None:

@@ -321,7 +321,7 @@ class PlacementConfig(Section):
 
     ray: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     """Address of a Ray cluster, HOST:PORT or auto, in which engines are started instead of here;
-    they join this one at agents_listen. Needs the extra [ray]. Default: none."""
+    they join this one at agents_listen. Needs the package ray. Default: none."""
     replicas: Annotated[int, Meta(ge=1, le=512)] = 1
     """Engines in the cluster; with min_replicas or max_replicas, those at the start."""
     min_replicas: Annotated[int, Meta(ge=1, le=512)] | None = None

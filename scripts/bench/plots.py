@@ -18,7 +18,7 @@ _SIZE = (8.0, 4.5)
 def require_matplotlib() -> None:
     """Raise a BenchError if nothing can be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
-        raise BenchError("--plot needs matplotlib: pip install 'troika[plot]'")
+        raise BenchError("--plot needs matplotlib: pip install matplotlib")
 
 
 def plot(record: Record, directory: Path) -> list[Path]:

@@ -42,7 +42,7 @@ def main() -> None:
     try:
         from scripts.placement.cluster import Cluster
     except ImportError as error:
-        text = f"ray needs its package: pip install 'troika[ray]' ({error})"
+        text = f"ray needs its package: pip install ray ({error})"
         child.fatal("ray", ConfigError(text), retry=False)
     asyncio.run(_serve(child, _cluster(child.config, Cluster)))
     child.leave()

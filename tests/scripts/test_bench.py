@@ -362,7 +362,7 @@ def test_without_matplotlib_a_plot_is_refused_before_anything_starts(
     monkeypatch.setattr(plots.importlib.util, "find_spec", lambda name: None)
     assert tool.main(["offline", "--model", "/missing", "--plot", str(tmp_path)]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert line == "troika: --plot needs matplotlib: pip install 'troika[plot]'"
+    assert line == "troika: --plot needs matplotlib: pip install matplotlib"
 
 
 def test_a_file_of_another_tool_is_refused(tmp_path: Path) -> None:

@@ -74,7 +74,7 @@ def _why_not_flashinfer(layers: Sequence[ProbedLayer], dtype: torch.dtype) -> st
     if dtype not in FLASHINFER_DTYPES:
         return "it needs dtype bfloat16 or float16"
     if importlib.util.find_spec("flashinfer") is None:
-        return "FlashInfer is not installed; run pip install 'troika[flashinfer]'"
+        return "FlashInfer is not installed; run pip install flashinfer-python"
     return ""
 
 

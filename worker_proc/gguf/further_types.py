@@ -18,7 +18,7 @@ def why_not_dequantized(number: int) -> str:
     try:
         quants = _package().quants
     except ImportError:
-        return f"{stated}, and others with the package gguf: pip install 'troika[gguf]'"
+        return f"{stated}, and others with the package gguf: pip install gguf"
     try:
         block = further_block(number)
         quants.dequantize(_empty(block.num_bytes), _type(number))

@@ -250,7 +250,7 @@ def test_a_backend_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(UnsupportedModel, match=r"needs a CUDA device, but the model .* on cpu"):
         choose_attention([LAYER], DTYPE, cpu, wanting(AttentionName.FLASHINFER))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UnsupportedModel, match=r"not installed; run pip install 'troika\[flash"):
+    with pytest.raises(UnsupportedModel, match=r"not installed; run pip install flashinfer-"):
         choose_attention([LAYER], DTYPE, CUDA, wanting(AttentionName.FLASHINFER))
 
 
