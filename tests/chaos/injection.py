@@ -125,6 +125,8 @@ class Injection:
         if fired is None:
             self.missed = f"{where.failpoint} was never reached"
             return
+        if where.failpoint == DETECTION:  # before the kill: the death may be noticed at once
+            self._engine.arm(DETECTION, _NOTE)
         own_role = where.failpoint.partition(".")[0]
         own = self._member(own_role, fired.pid)
         self._replica = self._replica if own.replica is None else own.replica
@@ -137,8 +139,6 @@ class Injection:
             before = len(self.kills)
             await self._kill(self._cell.fault.roles, f"outside at {where.failpoint}", known)
             self._end_pause(where, fired, has_killed=len(self.kills) > before)
-        if where.failpoint == DETECTION:
-            self._engine.arm(DETECTION, _NOTE)
 
     def _member(self, role: str, pid: int) -> Member:
         """Return the process that has reached a failpoint; a successor is of the same replica."""

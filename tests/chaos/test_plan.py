@@ -21,7 +21,7 @@ from tests.chaos import processes, report
 from tests.chaos.checker import Harm, Violation
 from tests.chaos.engine import Engine, Firing
 from tests.chaos.faults import Cell, Fault, Phase, Place, cells, place, plan, sequel
-from tests.chaos.injection import Injection, Kill
+from tests.chaos.injection import DETECTION, Injection, Kill
 from tests.chaos.members import Member
 from tests.chaos.recording import End, Event, Recording
 from tests.chaos.rounds import RoundResult
@@ -190,6 +190,28 @@ def test_a_kill_is_a_hit_if_the_process_at_the_failpoint_is_still_paused(
     paused.join(TIMEOUT_S)
     injection._end_pause(where, fired, has_killed=True)
     assert injection.missed == "killed more than 600000 ms after worker.load, too late"
+
+
+def test_a_death_that_is_noticed_during_the_kill_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another supervisor reaps one that was paused at the same failpoint."""
+    monkeypatch.setattr("tests.chaos.injection.MAX_PAUSE_MS", 600_000)
+    engine = Engine(tmp_path, [])
+    injection = Injection(engine, Cell(1, Fault.REPLICA, Phase.RECOVERY, 0), 1.0, 8)
+    injection._known = {"replica": [Member("replica", None, 0, 100)]}
+    where = Place(DETECTION, 1, by_itself=False)
+    injection._arm(where)
+    hit = failpoints.FailpointDirectory(engine.failpoints).hit
+    threading.Thread(target=hit, args=(DETECTION,), daemon=True).start()
+
+    def kill(pid: int, number: signal.Signals) -> float:
+        failpoints.FailpointDirectory(engine.failpoints).hit(DETECTION)
+        return 1.0
+
+    monkeypatch.setattr(processes, "kill", kill)
+    asyncio.run(injection._kill_at(where, lambda: False))
+    assert [firing.action for firing in engine.firings(0.0)] == ["pause", "note"]
 
 
 LOST = Cell(1, Fault.LOST, Phase.RANDOM, 0)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple, cast
 
 import torch
-from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from protocol.config.sentence_modules import SentenceModules
@@ -36,11 +36,13 @@ from worker_proc.loading.kept_rows import keep_rows
 from worker_proc.loading.model_kind import ModelKind, model_kind, sentence_modules
 from worker_proc.loading.pooling_model import drop_pooler
 from worker_proc.loading.proofs import proven
+from worker_proc.loading.same_code import computed_type
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.loading.text_model import auto_class, part_for_texts
 from worker_proc.loading.unbuilt_parts import without_libraries
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.quantization.formats import take_format
+from worker_proc.quantization.headers import read_object
 from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.sampling.heads import check_dense
 
@@ -108,10 +110,22 @@ def read_config(directory: str) -> PretrainedConfig:
     check_config_files(directory)
     unknown = f"{directory}: transformers has no code of its own for this configuration"
     with _rejections(directory, unknown):
-        config: PretrainedConfig = AutoConfig.from_pretrained(
+        config = _own_config(directory)
+    return part_for_texts(config)
+
+
+def _own_config(directory: str) -> PretrainedConfig:
+    """Read config.json as a configuration of the type that computes the model."""
+    content = read_object(Path(directory) / "config.json")
+    model_type = str(content.get("model_type"))
+    config: PretrainedConfig
+    if (other := computed_type(model_type)) != model_type:
+        config = CONFIG_MAPPING[other].from_dict(content | {"model_type": other})
+    else:
+        config = AutoConfig.from_pretrained(
             directory, local_files_only=True, trust_remote_code=False
         )
-    return part_for_texts(config)
+    return config
 
 
 def _inspect(

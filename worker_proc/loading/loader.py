@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -51,13 +52,13 @@ from worker_proc.loading.pooling_model import (
 from worker_proc.loading.rescaled_layers import rescale
 from worker_proc.loading.row_positions import give_positions, give_positions_of_rows
 from worker_proc.loading.start_cache import StartCache
-from worker_proc.loading.text_model import auto_class, is_of_other_part, is_part_for_texts
+from worker_proc.loading.text_model import auto_class, is_of_other_part
 from worker_proc.loading.unbuilt_parts import building_without, without_libraries
 from worker_proc.loading.uncached_attention import route_uncached
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.formats import is_quantized
-from worker_proc.quantization.headers import StoredTensor, read_headers
+from worker_proc.quantization.headers import StoredTensor, read_headers, read_object
 from worker_proc.quantization.model import load_quantized, load_state
 from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
@@ -372,7 +373,8 @@ def _from_pretrained(
     directory: str, inspected: InspectedModel, options: dict[str, Any]
 ) -> tuple[PreTrainedModel, dict[str, Any]]:
     states_format = is_quantized(directory)  # which `take_format` has removed: weights are plain
-    if states_format or is_part_for_texts(inspected.config):
+    stated = read_object(Path(directory) / "config.json").get("model_type")
+    if states_format or stated != inspected.config.model_type:  # transformers reads another one
         options = options | {"config": copy.deepcopy(inspected.config)}
     model, info = auto_class(inspected.config).from_pretrained(
         directory,

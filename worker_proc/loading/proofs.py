@@ -21,6 +21,7 @@ import transformers
 import protocol
 from protocol.config import EngineConfig
 from protocol.process.model_files import weight_files
+from worker_proc.loading.same_code import computed_type
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.build import cpu_description
 from worker_proc.native.kernels import NativeLibrary
@@ -127,7 +128,7 @@ def _modules_of(checkpoint: Path) -> list[Path]:
     package = Path(transformers.__path__[0])
     try:
         model_type = json.loads((checkpoint / "config.json").read_bytes())["model_type"]
-        own = package / "models" / str(model_type).replace("-", "_")
+        own = package / "models" / computed_type(str(model_type)).replace("-", "_")
         return sorted([*package.glob("*.py"), *own.glob("*.py")])
     except (OSError, ValueError, LookupError, TypeError):  # loading reports the error
         return []

@@ -27,14 +27,9 @@ def part_for_texts(config: PretrainedConfig) -> PretrainedConfig:
     return part
 
 
-def is_part_for_texts(config: PretrainedConfig) -> bool:
-    """Return whether a configuration is that of a part of its checkpoint."""
-    return hasattr(config, _IS_PART)
-
-
 def is_of_other_part(key: str, config: PretrainedConfig) -> bool:
     """Return whether a checkpoint's tensor belongs to a part that does not write text."""
-    return is_part_for_texts(config) and not key.startswith(f"{_THINKER}.")
+    return hasattr(config, _IS_PART) and not key.startswith(f"{_THINKER}.")
 
 
 def auto_class(config: PretrainedConfig) -> Any:

@@ -12,6 +12,7 @@ from typing import Any
 from protocol.config import EngineConfig, ModelConfig
 from worker_proc.errors import CheckpointError, InsufficientMemory, UnsupportedModel
 from worker_proc.loading.checkpoint import check_config_files
+from worker_proc.loading.same_code import computed_type
 from worker_proc.parallel.share import Share, refuse
 from worker_proc.quantization.headers import read_headers, read_object
 from worker_proc.quantization.methods import (
@@ -168,6 +169,7 @@ def refuse_config(directory: str) -> dict[str, Any]:
     model_type = config.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModel(f"{path} has no model_type, which names the code of the model")
+    model_type = computed_type(model_type)
     found = model_types()
     if found is not None and model_type not in found.known:
         raise UnsupportedModel(
