@@ -8,6 +8,7 @@ another depth or on another attention backend; a few depend on the machine more 
 import faulthandler
 import gc
 import os
+import sys
 from collections.abc import Generator
 from itertools import chain
 from pathlib import Path
@@ -17,6 +18,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from protocol.config.gpu_defaults import GPU_NODES
+from tests.forking import pytest_xdist_setupnodes
+
+__all__ = ["pytest_xdist_setupnodes"]
 
 # As in a worker: a thread of OpenMP that waits soon leaves the processor to other processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -407,6 +411,13 @@ def pytest_runtest_protocol() -> Generator[None, object, object]:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure() -> None:
+    """Let the interpreter collect Triton's objects at its end; nanobind reports those that live."""
+    if "triton" in sys.modules:
+        gc.unfreeze()
 
 
 def pytest_enter_pdb() -> None:

@@ -42,11 +42,16 @@ from worker_proc.quantization.headers import StoredTensor
         (
             fp8_blocks(),
             "weight",
-            torch.full((256, 128), torch.nan).to(torch.float8_e4m3fn),
+            torch.tensor(torch.nan).to(torch.float8_e4m3fn).expand(256, 128),
             "codes that are not numbers",
         ),
-        (fp8_blocks(), "weight", torch.zeros(256, 64).to(torch.float8_e4m3fn), "another shape"),
-        (fp8_blocks(), "weight", torch.zeros(256, 130).to(torch.float8_e4m3fn), "weight_scale_inv"),
+        (fp8_blocks(), "weight", torch.zeros(256, 64, dtype=torch.float8_e4m3fn), "another shape"),
+        (
+            fp8_blocks(),
+            "weight",
+            torch.tensor(0.0).to(torch.float8_e4m3fn).expand(256, 130),
+            "weight_scale_inv",
+        ),
         (awq(64), "qweight", torch.zeros(128, 16, dtype=torch.int32), "scales of shape"),
         (bitsandbytes_int8(), "SCB", None, f"{LAYER} misses SCB"),
         (
@@ -91,7 +96,7 @@ def test_tensors_that_do_not_fit_are_named(
     tensors = load_file(path)
     tensors.pop(f"{LAYER}.{part}", None)
     if value is not None:
-        tensors[f"{LAYER}.{part}"] = value
+        tensors[f"{LAYER}.{part}"] = value.contiguous()
     save_file(tensors, path, {"format": "pt"})
     with pytest.raises(CheckpointError, match=reason) as caught:
         make_runner(tmp_path / "coded", 200)  # the values are checked when codes are packed
