@@ -13,6 +13,8 @@ def in_turn(*columns: Iterable[Any]) -> list[Any]:
     Each value of the first column runs once by default, with the values of the others in turn.
     """
     first, *others = (list(column) for column in columns)
+    if not all(others):
+        return []
     rest = list(itertools.product(*others))
     seen: list[list[Any]] = [[] for _ in others]
     parameters = []

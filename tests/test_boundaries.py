@@ -86,6 +86,7 @@ def tree_of(path: Path) -> ast.Module:
     return ast.parse(path.read_text())
 
 
+@cache
 def imported_packages(path: Path) -> set[str]:
     """Top-level names of all imports in a file, at any depth of its code."""
     names: set[str] = set()

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from core_proc.invariants import check_invariants
+from tests.combinations import in_turn
 from tests.core.harness import EOS, PLAIN_TOKEN, Harness, preempt_in_flight
 
 DEPTHS = (1, 2, 3, 4, 8)
@@ -201,8 +202,7 @@ def test_a_block_whose_tokens_become_known_at_the_end_is_cached_at_the_end(depth
     assert bench.schedule() == {"b": 1}
 
 
-@at_every_depth
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize(("seed", "depth"), in_turn(range(20), DEPTHS))
 def test_chaos_delivers_every_token_once_and_in_order(seed: int, depth: int) -> None:
     """S38. Eight requests in few blocks, with random preemptions, aborts and resets."""
     rng = random.Random(seed)

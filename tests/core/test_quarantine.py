@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable
+from itertools import product
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
 from protocol.process.progress_page import MarkEdits
 from protocol.sampling import SamplingParams
+from tests.combinations import in_turn
 from tests.core.fake_worker import FakeWorker
 
 CLIENT = b"client"
@@ -175,10 +177,13 @@ def poisoned(*culprits: int, at: int = 1) -> Callable[[list[tuple[int, int]]], b
     return lambda computing: any(i in culprits and length >= at for i, length in computing)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-@pytest.mark.parametrize("at", [1, 22, 27, 30])
-@pytest.mark.parametrize("culprit", [1, 7, 32])
-def test_one_of_32_is_found_within_seven_deaths(culprit: int, at: int, depth: int) -> None:
+@pytest.mark.parametrize(
+    ("culprit_and_at", "depth"), in_turn(product([1, 7, 32], [1, 22, 27, 30]), [1, 2, 4])
+)
+def test_one_of_32_is_found_within_seven_deaths(
+    culprit_and_at: tuple[int, int], depth: int
+) -> None:
+    culprit, at = culprit_and_at
     patient = Patient(poisoned(culprit, at=at), depth)
     for request_id in range(1, 33):
         patient.add(request_id)

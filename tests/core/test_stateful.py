@@ -18,6 +18,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from tests.combinations import in_turn
 from tests.core.events import EVENTS, OPTIONS, Values, make_options
 from tests.core.machine import Machine
 from tests.soak.scheduler import run_sequence
@@ -112,8 +113,7 @@ def test_any_sequence_of_events_keeps_every_promise(depth: int) -> None:
     )
 
 
-@pytest.mark.parametrize("depth", [1, 2, 3, 4, 8])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize(("seed", "depth"), in_turn(range(10), [1, 2, 3, 4, 8]))
 def test_long_sequences_keep_every_promise(seed: int, depth: int) -> None:
     """Longer sequences than those of hypothesis, in which memory fills and queues grow."""
     run_sequence(seed, 400, depth)

@@ -207,7 +207,9 @@ def test_with_streams_that_threads_wait_for() -> None:
         assert "complete" not in ends
 
 
-@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_client_of_a_core_that_does_not_answer(number: signal.Signals) -> None:
     """Closing does not wait for an answer."""
 

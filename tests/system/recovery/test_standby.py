@@ -230,7 +230,9 @@ def test_dead_standby_is_not_promoted(standing: Engine) -> None:
     assert standing.log.count("worker died of SIGKILL") == 1
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_no_process_is_left(standing: SharedEngine, number: signal.Signals) -> None:
     """After SIGTERM, and after SIGKILL of the supervisor."""
     standing.may_end = True

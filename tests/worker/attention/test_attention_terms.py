@@ -5,6 +5,7 @@ Both backends give what float64 gives, and the native kernel the same bits howev
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import product
 from typing import Any, NamedTuple
 
 import pytest
@@ -75,8 +76,17 @@ LONG_ROW_TERMS = (
 )
 
 
-def cases(terms: Sequence[Terms], slow: Sequence[Terms]) -> list[Any]:
-    return [*terms, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]
+def cases(terms: Sequence[Terms], slow: Sequence[Terms], *columns: Sequence[Any]) -> list[Any]:
+    """Return each of `terms` with values of the columns in turn, and all other combinations."""
+    others = product(slow, *columns)
+    return [
+        *in_turn(terms, *columns),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in others),
+    ]
+
+
+def name_of(value: object) -> str:
+    return value.name if isinstance(value, Terms) else str(value)
 
 
 def make_layer(
@@ -152,8 +162,11 @@ def check_values(texts: Texts, layer: PagedLayer, tolerance: float) -> None:
             torch.testing.assert_close(found.double(), want, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "block_size"), in_turn(DTYPES, [4, 16]), ids=str)
-@pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
+@pytest.mark.parametrize(
+    ("terms", "dtype", "block_size"),
+    cases(SHORT_TERMS, SHORT_ROW_TERMS, DTYPES, [4, 16]),
+    ids=name_of,
+)
 def test_both_backends_give_what_float64_gives(
     terms: Terms, dtype: torch.dtype, block_size: int
 ) -> None:
@@ -165,9 +178,10 @@ def test_both_backends_give_what_float64_gives(
 
 
 @pytest.mark.parametrize(
-    ("dtype", "format"), in_turn(DTYPES, [KVFormat.INT8, KVFormat.FP8]), ids=str
+    ("terms", "dtype", "format"),
+    cases(SHORT_TERMS, SHORT_ROW_TERMS, DTYPES, [KVFormat.INT8, KVFormat.FP8]),
+    ids=name_of,
 )
-@pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
 def test_codes_have_the_same_terms(terms: Terms, dtype: torch.dtype, format: KVFormat) -> None:
     texts = Texts(terms.spec, 16, dtype, format=format)
     for rows in texts.rows:
@@ -176,8 +190,9 @@ def test_codes_have_the_same_terms(terms: Terms, dtype: torch.dtype, format: KVF
     check_values(texts, make_layer(texts, terms, backend), 4e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", cases(SHORT_TERMS, SHORT_ROW_TERMS), ids=lambda terms: terms.name)
+@pytest.mark.parametrize(
+    ("terms", "dtype"), cases(SHORT_TERMS, SHORT_ROW_TERMS, DTYPES), ids=name_of
+)
 def test_bits_do_not_depend_on_the_cut(terms: Terms, dtype: torch.dtype) -> None:
     texts = Texts(terms.spec, 16, dtype)
     backend = native_backend(16, dtype, [terms.spec.window], specs=[terms.spec])
@@ -192,8 +207,7 @@ def test_bits_do_not_depend_on_the_cut(terms: Terms, dtype: torch.dtype) -> None
             assert torch.equal(together[i], torch.cat(rows))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("terms", cases(LONG_TERMS, LONG_ROW_TERMS), ids=lambda terms: terms.name)
+@pytest.mark.parametrize(("terms", "dtype"), cases(LONG_TERMS, LONG_ROW_TERMS, DTYPES), ids=name_of)
 def test_sections_are_merged_with_the_terms_once(terms: Terms, dtype: torch.dtype) -> None:
     texts = Texts(terms.spec, 16, dtype, (LONG, 20))
     backend = native_backend(16, dtype, [terms.spec.window], specs=[terms.spec])

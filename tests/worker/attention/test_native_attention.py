@@ -3,6 +3,7 @@
 import copy
 import shutil
 from array import array
+from itertools import product
 
 import pytest
 import torch
@@ -19,7 +20,6 @@ from tests.worker.attention.texts import (
     SPECS,
     Texts,
     native_backend,
-    slow,
 )
 from worker_proc.attention.interface import PagedLayer
 from worker_proc.attention.native import can_attend
@@ -92,15 +92,12 @@ def test_floats_give_the_bits_of_pairs(
     assert torch.equal(torch.cat(in_chunks(texts, layer, 1)), outputs[1])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("block_size", "softcap"),
-    [
-        *((1, None), (4, 1.5), (16, None), (24, 1.5), (32, None), (48, 1.5)),
-        *slow((1, 1.5), (4, None), (16, 1.5), (24, None), (32, 1.5), (48, None)),
-    ],
+    ("spec", "block_size", "softcap"),
+    in_turn(SPECS, [1, 4, 16, 24, 32, 48], [None, 1.5]),
+    ids=str,
 )
-@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_equals_the_plain_backend(
     spec: LayerSpec, block_size: int, dtype: torch.dtype, softcap: float | None
 ) -> None:
@@ -108,9 +105,9 @@ def test_equals_the_plain_backend(
     check_against_the_plain_backend(spec, block_size, dtype, softcap, tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("block_size", [1, 24, *slow(16, 48)])
-@pytest.mark.parametrize("spec", LATENT_SPECS, ids=str)
+@pytest.mark.parametrize(
+    ("spec", "block_size", "dtype"), in_turn(LATENT_SPECS, [1, 24, 16, 48], DTYPES), ids=str
+)
 @pytest.mark.usefixtures("two_threads")
 def test_latent_rows_equal_the_plain_backend(
     spec: LayerSpec, block_size: int, dtype: torch.dtype
@@ -153,11 +150,11 @@ def check_against_the_plain_backend(
 
 
 @pytest.mark.parametrize("format", CODES, ids=str)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("block_size", "softcap"), [(16, 1.5), (24, None), *slow((1, None), (48, None))]
+    ("spec", "block_size", "dtype", "softcap"),
+    in_turn(SPECS, [1, 16, 24, 48], DTYPES, [None, 1.5]),
+    ids=str,
 )
-@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_codes_are_attended_to_as_what_they_stand_for(
     spec: LayerSpec, block_size: int, softcap: float | None, dtype: torch.dtype, format: KVFormat
 ) -> None:
@@ -184,10 +181,12 @@ def test_codes_are_attended_to_as_what_they_stand_for(
             assert float(error.max()) < (1e-4 if dtype == torch.float32 else 2e-2)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("spec", "format"),
-    [*in_turn(SPECS, KVFormat), *((spec, KVFormat.PLAIN) for spec in LATENT_SPECS)],
+    ("spec", "format", "dtype"),
+    [
+        *in_turn(SPECS, KVFormat, DTYPES),
+        *product(LATENT_SPECS, [KVFormat.PLAIN], DTYPES),
+    ],
     ids=str,
 )
 @pytest.mark.usefixtures("two_threads")
@@ -207,28 +206,31 @@ def test_a_row_has_the_same_bits_in_every_batch_and_chunk(
         assert all(map(torch.equal, together, rows))
 
 
-@pytest.mark.parametrize("format", KVFormat, ids=str)
 @pytest.mark.parametrize(
-    ("block_size", "uses_tiles", "dtype"),
-    [
-        (16, True, torch.bfloat16),
-        (48, False, torch.bfloat16),
-        (48, True, torch.float32),
-        *slow((16, False, torch.bfloat16), (48, True, torch.bfloat16), (16, True, torch.float32)),
-    ],
+    ("kernel", "spec", "format"),
+    in_turn(
+        [
+            (16, True, torch.bfloat16),
+            (48, False, torch.bfloat16),
+            (48, True, torch.float32),
+            (16, False, torch.bfloat16),
+            (48, True, torch.bfloat16),
+            (16, True, torch.float32),
+        ],
+        [SPECS[0], SPECS[1], SPECS[5], FULL_GROUPS],
+        KVFormat,
+    ),
+    ids=str,
 )
-@pytest.mark.parametrize("spec", [SPECS[0], SPECS[1], SPECS[5], FULL_GROUPS], ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_a_shared_prefix_is_read_once_and_changes_no_bit(
+    kernel: tuple[int, bool, torch.dtype],
     spec: LayerSpec,
-    *,
-    block_size: int,
-    uses_tiles: bool,
-    dtype: torch.dtype,
     format: KVFormat,
     without_tiles: NativeLibrary,
 ) -> None:
     """Rows of a group have the bits that each has alone, whatever part of their text is shared."""
+    block_size, uses_tiles, dtype = kernel
     texts = Texts(spec, block_size, dtype, format=format)
     longest = len(LENGTHS) - 1
     library = None if uses_tiles else without_tiles
@@ -311,21 +313,23 @@ def test_a_latent_row_that_is_not_a_number_changes_no_row_before_it(
         texts.rows[-1][1][place, 0, 1] = before
 
 
-@pytest.mark.parametrize("kind", [1, 2], ids=["key", "value"])
 @pytest.mark.parametrize(
-    "kernel",
-    [
-        (dtype, uses_tiles, format)
-        for dtype, uses_tiles in (
-            (torch.float32, True),
-            (torch.bfloat16, True),
-            (torch.bfloat16, False),
-        )
-        for format in KVFormat
-    ],
+    ("kernel", "spec", "kind"),
+    in_turn(
+        [
+            (dtype, uses_tiles, format)
+            for dtype, uses_tiles in (
+                (torch.float32, True),
+                (torch.bfloat16, True),
+                (torch.bfloat16, False),
+            )
+            for format in KVFormat
+        ],
+        SPECS[:2],
+        [1, 2],  # keys, values
+    ),
     ids=str,
 )
-@pytest.mark.parametrize("spec", SPECS[:2], ids=str)
 @pytest.mark.usefixtures("two_threads")
 def test_a_token_changes_no_row_before_it(
     spec: LayerSpec,

@@ -58,16 +58,8 @@ class Context:
 
 
 @pytest.mark.parametrize(
-    ("block_size", "kernel"),
-    [
-        *((16, KERNELS[0]), (24, KERNELS[1])),
-        *(
-            pytest.param(*each, marks=pytest.mark.slow)
-            for each in ((24, KERNELS[0]), (16, KERNELS[1]), (16, KERNELS[2]), (24, KERNELS[2]))
-        ),
-    ],
+    ("spec", "block_size", "kernel"), in_turn(SPECS, [16, 24], KERNELS), ids=str
 )
-@pytest.mark.parametrize("spec", SPECS, ids=str)
 def test_bits_do_not_depend_on_threads_or_chunks(
     spec: LayerSpec, block_size: int, kernel: str, without_tiles: NativeLibrary
 ) -> None:
@@ -93,10 +85,9 @@ def test_bits_do_not_depend_on_threads_or_chunks(
         assert torch.equal(together[-1], context.expected[-1:])
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 4])
 @pytest.mark.parametrize(
-    ("num_shared", "kernel"),
-    in_turn([SECTION - 64, SECTION, SECTION + 320, 2 * SECTION + 64], KERNELS),
+    ("num_shared", "kernel", "num_threads"),
+    in_turn([SECTION - 64, SECTION, SECTION + 320, 2 * SECTION + 64], KERNELS, [1, 2, 4]),
 )
 def test_a_prefix_may_end_anywhere_in_a_section(
     num_shared: int, kernel: str, num_threads: int, without_tiles: NativeLibrary
@@ -124,8 +115,7 @@ def test_a_prefix_may_end_anywhere_in_a_section(
         assert torch.equal(row, context.expected[start : start + 1])
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize(("spec", "kernel"), in_turn(SPECS, KERNELS), ids=str)
 def test_values_are_those_of_one_softmax(
     spec: LayerSpec, kernel: str, without_tiles: NativeLibrary
 ) -> None:
@@ -143,8 +133,7 @@ def test_values_are_those_of_one_softmax(
     torch.testing.assert_close(found, exact, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "num_threads"), in_turn(KERNELS, [1, 2]))
 def test_a_score_that_is_not_a_number_reaches_the_result_of_other_sections(
     kernel: str, num_threads: int, without_tiles: NativeLibrary
 ) -> None:
@@ -156,8 +145,7 @@ def test_a_score_that_is_not_a_number_reaches_the_result_of_other_sections(
     assert rows.isnan().all()
 
 
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(("kernel", "num_threads"), in_turn(KERNELS, [1, 2]))
 def test_a_row_without_any_weight_is_not_a_number(
     kernel: str, num_threads: int, without_tiles: NativeLibrary
 ) -> None:

@@ -1,11 +1,13 @@
 """Contents of other blocks than those of a text, and of those before its window, are never read."""
 
 from array import array
+from itertools import product
 from typing import NamedTuple
 
 import pytest
 import torch
 
+from tests.combinations import in_turn
 from tests.worker.attention.texts import (
     CODES,
     CPU,
@@ -15,7 +17,6 @@ from tests.worker.attention.texts import (
     SPECS,
     Texts,
     native_backend,
-    slow,
 )
 from tests.worker.mini_scheduler import fill_with_nan
 from worker_proc.attention.interface import AttentionBackend
@@ -41,33 +42,34 @@ KINDS = (
     Kind("plain", torch.float32),
     *(Kind("native", dtype, format) for dtype in DTYPES for format in KVFormat),
 )
+PLAIN_KINDS = tuple(kind for kind in KINDS if kind.format not in CODES)
+CODED_KINDS = tuple(kind for kind in KINDS if kind.format in CODES)
+WINDOWED = (SPECS[1], SPECS[3], SPECS[5])
 WINDOW_CUTS = ((4, 1), (16, 11), (32, 40))
 MORE_WINDOW_CUTS = ((4, 40), (16, 2), (32, 1))
 """Blocks and chunks: a block before the window may end with one chunk, or in the middle of it."""
 
 
 @pytest.mark.parametrize(
-    ("kind", "block_size", "chunk"),
+    ("kind_and_cut", "spec"),
     [
+        *in_turn(product(PLAIN_KINDS, WINDOW_CUTS), [*WINDOWED, LATENT_SPECS[2]]),
+        *in_turn(product(CODED_KINDS, [(16, 11)]), WINDOWED),
         *(
-            (kind, *cut)
-            for kind in KINDS
-            for cut in [(16, 11)] * (kind.format in CODES) or WINDOW_CUTS
-        ),
-        *slow(
-            *((k, *cut) for k in KINDS for cut in MORE_WINDOW_CUTS if k.format not in CODES),
+            pytest.param((kind, cut), spec, marks=pytest.mark.slow)
+            for kind in PLAIN_KINDS
+            for cut in MORE_WINDOW_CUTS
+            for spec in (*WINDOWED, LATENT_SPECS[2])
         ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("spec", [SPECS[1], SPECS[3], SPECS[5], LATENT_SPECS[2]], ids=str)
 def test_blocks_before_the_window_are_never_read(
-    spec: LayerSpec, kind: Kind, block_size: int, chunk: int
+    kind_and_cut: tuple[Kind, tuple[int, int]], spec: LayerSpec
 ) -> None:
     """Neither they, where the table still has them, nor the null block in their place."""
+    kind, (block_size, chunk) = kind_and_cut
     assert spec.window is not None
-    if spec.is_latent and kind.format in CODES:
-        pytest.skip("latent rows have no codes")
     texts = Texts(spec, block_size, kind.dtype, format=kind.format)
     longest, num_tokens = len(LENGTHS) - 1, LENGTHS[-1]
     table = texts.requests[longest].block_tables[0]
@@ -93,10 +95,7 @@ def test_blocks_before_the_window_are_never_read(
 
 @pytest.mark.parametrize(
     ("spec", "kind"),
-    [
-        *((spec, kind) for spec in SPECS for kind in KINDS),
-        *((spec, kind) for spec in LATENT_SPECS for kind in KINDS if kind.format not in CODES),
-    ],
+    [*in_turn(SPECS, KINDS), *in_turn(LATENT_SPECS, PLAIN_KINDS)],
     ids=str,
 )
 def test_what_an_earlier_owner_left_in_a_block_is_never_read(spec: LayerSpec, kind: Kind) -> None:

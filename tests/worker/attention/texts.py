@@ -4,9 +4,7 @@ import functools
 import random
 from array import array
 from collections.abc import Sequence
-from typing import Any
 
-import pytest
 import torch
 
 from protocol.sampling import SamplingParams
@@ -149,11 +147,3 @@ LATENT_SPECS = (
 )
 """Of 16 heads, one, two and four have a tile of a long prompt's tokens; 130 are two tiles."""
 CODES = (KVFormat.INT8, KVFormat.FP8)
-
-
-def slow(*cases: Any) -> list[Any]:
-    """Mark further cases of a test."""
-    return [
-        pytest.param(*(case if isinstance(case, tuple) else [case]), marks=pytest.mark.slow)
-        for case in cases
-    ]

@@ -17,6 +17,7 @@ from core_proc.scheduler import Scheduler
 from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
+from tests.combinations import in_turn
 from tests.worker.bitwise import DTYPES, engine_config
 from tests.worker.checkpoints import SHAPE, build_checkpoints
 from tests.worker.driving import across_the_wire, make_scheduler
@@ -222,8 +223,7 @@ def fixed(
     return scenario
 
 
-@pytest.mark.parametrize("num_threads", [1, 2, 3])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("num_threads", "name"), in_turn([1, 2, 3], CONFIGS))
 def test_contexts_that_reach_another_section_are_shared_again(
     name: str,
     num_threads: int,

@@ -367,7 +367,7 @@ FURTHER: dict[str, Callable[[], PretrainedConfig]] = {
     "internlm2": lambda: LlamaConfig(**WIDE),
     "nemotron": lambda: NemotronConfig(**WIDE),
 }
-"""Models whose files have what those above have, or more, and which mostly take slow tests."""
+"""Models whose files have what those above have, or more."""
 FURTHER |= OLDER
 CONFIGS |= FURTHER
 KEYS: dict[str, dict[str, Any]] = {
@@ -534,8 +534,12 @@ TYPES: dict[str, Callable[[str], Type | None]] = {
 
 FUSED_EXPERTS = ("qwen3moe_fused",)
 """Files whose gates and factors of experts are one tensor."""
-BRIEF = (*("granitehybrid", "granitehybrid_dense", "mamba", "apertus", "command-r-plus"),)
-"""Further models whose weights are compared in every run of the tests."""
+KINDS = (
+    *("llama", "llama_tied", "mixtral", "qwen3", "qwen3moe_fused", "gemma3", "phi3", "lfm2"),
+    *("glm4moe", "deepseek_v3", "gpt-oss", "qwen3vlmoe", "qwen3next", "qwen35moe", "gemma4"),
+    *("granitehybrid", "mamba", "apertus", "command-r-plus"),
+)
+"""One of each kind of names and layouts; their weights are compared in every run of the tests."""
 USUAL = ("llama", "llama_tied", "qwen3moe", "gemma2", "phi3")
 """One of each kind of tensors; the others take a minute more."""
 

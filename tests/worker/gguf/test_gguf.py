@@ -31,7 +31,7 @@ from scripts.gguf.directory import make_directory
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.driving import drive
 from tests.worker.gguf.gguf_files import WIDE, byte_vocabulary, random_blocks, write_gguf
-from tests.worker.gguf.gguf_models import BRIEF, CONFIGS, FILES, FURTHER, USUAL, write_named
+from tests.worker.gguf.gguf_models import CONFIGS, FILES, KINDS, USUAL, write_named
 from tests.worker.parity import (
     GREEDY,
     MAX_TOKENS,
@@ -106,12 +106,7 @@ def test_blocks_are_multiplied_as_what_they_stand_for(
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow)
-        if name in FURTHER and name not in BRIEF
-        else name
-        for name in CONFIGS
-    ],
+    [name if name in KINDS else pytest.param(name, marks=pytest.mark.slow) for name in CONFIGS],
 )
 def test_weights_have_the_names_and_values_of_the_checkpoint(name: str, tmp_path: Path) -> None:
     path, reference = write_named(tmp_path, name)

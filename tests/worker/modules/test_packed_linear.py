@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from tests.combinations import in_turn
 from worker_proc.modules.packed_linear import (
     WIDE_OUT_FEATURES,
     can_pack,
@@ -23,10 +24,10 @@ LIBRARY = load_library()
 DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_pack(d, CPU, LIBRARY)]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(
-    "shape", [(64, 96), (70, 45), (576, 1536), (32, WIDE_OUT_FEATURES + 8)], ids=str
+    ("shape", "dtype", "bias"),
+    in_turn([(64, 96), (70, 45), (576, 1536), (32, WIDE_OUT_FEATURES + 8)], DTYPES, [True, False]),
+    ids=str,
 )
 @torch.inference_mode()
 def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
@@ -40,8 +41,11 @@ def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int
         torch.testing.assert_close(want, got, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(96, 160), (1536, 576), (64, WIDE_OUT_FEATURES)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    in_turn([(96, 160), (1536, 576), (64, WIDE_OUT_FEATURES)], DTYPES),
+    ids=str,
+)
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     torch.manual_seed(2)
@@ -56,8 +60,11 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, shape: tuple
         assert torch.equal(alone, packed(rows[others])[place]), num_rows
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("shape", [(704, 256), (1536, 576), (896, 4864), (1024, 1024)], ids=str)
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    in_turn([(704, 256), (1536, 576), (896, 4864), (1024, 1024)], DTYPES),
+    ids=str,
+)
 @torch.inference_mode()
 def test_every_row_is_summed_in_the_same_order(dtype: torch.dtype, shape: tuple[int, int]) -> None:
     """The two halves of each sum nearly cancel, so another order shows in almost every output."""

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from tests.combinations import in_turn
 from tests.timing import within
 from worker_proc.native.build import build, compiler
 from worker_proc.native.instructions import projection
@@ -15,6 +16,7 @@ from worker_proc.native.packed_weights import Format
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 Libraries = tuple[NativeLibrary, NativeLibrary]
+FORMATS = (Format.UNITS, Format.COMPACT, Format.INT8, Format.INT4)
 SIZES = ((96, 64), (40, 100), (200, 290), (32, 1536))
 
 
@@ -45,12 +47,15 @@ def values(shape: tuple[int, int], kind: str) -> torch.Tensor:
     return made.bfloat16()
 
 
-@pytest.mark.parametrize("kind", ["usual", "tiny"])
-@pytest.mark.parametrize("format", [Format.UNITS, Format.COMPACT, Format.INT8, Format.INT4])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    ("size_and_kind", "format"),
+    in_turn([(size, kind) for size in SIZES for kind in ("usual", "tiny")], FORMATS),
+    ids=str,
+)
 def test_both_ways_give_the_same_bits(
-    libraries: Libraries, size: tuple[int, int], format: Format, kind: str
+    libraries: Libraries, size_and_kind: tuple[tuple[int, int], str], format: Format
 ) -> None:
+    size, kind = size_and_kind
     torch.manual_seed(sum(size))
     weight = values(size, kind)
     for num_rows in (1, 5, 6, 12, 13, 35, 64, 150, 300):
@@ -59,7 +64,7 @@ def test_both_ways_give_the_same_bits(
         assert torch.equal(by_floats, by_pairs)
 
 
-@pytest.mark.parametrize("format", [Format.UNITS, Format.COMPACT, Format.INT8, Format.INT4])
+@pytest.mark.parametrize("format", FORMATS)
 def test_a_row_alone_has_the_bits_of_the_row_among_others(
     libraries: Libraries, format: Format
 ) -> None:

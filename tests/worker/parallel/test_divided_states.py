@@ -442,7 +442,7 @@ def test_ranks_that_preempt_nothing_have_the_same_bits_in_every_batch(
     ("name", "num_ranks", "changes", "reason"),
     [
         ("qwen3_5_text", 4, {}, "has 2 heads of keys and 4 of values"),
-        ("mamba2", 3, {}, "has 8 heads"),
+        pytest.param("mamba2", 3, {}, "has 8 heads", marks=SLOW),
         (
             "mamba2",
             2,
@@ -451,8 +451,8 @@ def test_ranks_that_preempt_nothing_have_the_same_bits_in_every_batch(
         ),
         ("mamba", 3, {}, "has 128 channels, divided 16 at a time"),
         ("minimax", 3, {}, "has 4 heads"),
-        ("recurrent_gemma", 3, {}, "has 4 heads"),
-        ("rwkv", 3, {}, "has 64 channels, divided 16 at a time"),
+        pytest.param("recurrent_gemma", 3, {}, "has 4 heads", marks=SLOW),
+        pytest.param("rwkv", 3, {}, "has 64 channels, divided 16 at a time", marks=SLOW),
         ("rwkv", 2, {"intermediate_size": 97}, "feed_forward has 97 inner columns"),
         ("zamba", 4, {}, "has 2 heads of Mamba"),
         (

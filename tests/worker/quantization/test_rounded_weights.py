@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.nn.functional import pad
 
+from tests.combinations import in_turn
 from tests.worker.quantization.products import MAX_ROWS, NUM_MANY_ROWS, product
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
@@ -146,9 +147,9 @@ def test_sums_of_codes_are_exact_where_float32_holds_them(
         assert torch.equal(want[:num_rows], found), num_rows
 
 
-@pytest.mark.parametrize("gates", [False, True])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("format", CODED, ids=str)
+@pytest.mark.parametrize(
+    ("shape", "format", "gates"), in_turn(SHAPES, CODED, [False, True]), ids=str
+)
 def test_codes_give_a_row_the_same_bits_among_any_others(
     format: Format, shape: tuple[int, int], gates: bool, kernels: NativeLibrary
 ) -> None:

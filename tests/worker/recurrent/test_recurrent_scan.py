@@ -11,6 +11,7 @@ from transformers.models.mamba import modeling_mamba
 
 from protocol.core_worker import NULL_BLOCK
 from protocol.sampling import SamplingParams
+from tests.combinations import in_turn
 from worker_proc.errors import MirrorError, UnsupportedModel
 from worker_proc.inputs import BegunBlock
 from worker_proc.mirror import MirroredRequest
@@ -222,8 +223,9 @@ def library(sampling_library: NativeLibrary | None) -> NativeLibrary | None:
     return sampling_library
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype"), in_turn(KINDS, [torch.float32, torch.bfloat16]), ids=str
+)
 def test_rows_have_the_same_bits_in_all_steps(
     kind: str, dtype: torch.dtype, library: NativeLibrary | None
 ) -> None:

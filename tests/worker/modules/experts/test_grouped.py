@@ -157,8 +157,7 @@ def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
     assert float(error.max()) < TOLERANCE[want.dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("kind", IN_UNITS)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(IN_UNITS, DTYPES), ids=str)
 @torch.inference_mode()
 def test_experts_equal_the_module(kind: str, dtype: torch.dtype, library: NativeLibrary) -> None:
     """Of which no weights are kept. The dtype of the weights of experts may be either.
@@ -240,8 +239,11 @@ def test_experts_that_compute_something_else_stay(
     assert not isinstance(holder.experts, GroupedExperts)
 
 
-@pytest.mark.parametrize("format", [Format.INT8, Format.INT4, Format.INT8_FOR_CODES], ids=str)
-@pytest.mark.parametrize("kind", EXPERTS)
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    in_turn(EXPERTS, [Format.INT8, Format.INT4, Format.INT8_FOR_CODES]),
+    ids=str,
+)
 @torch.inference_mode()
 def test_experts_with_codes_equal_modules_with_the_same_codes(
     kind: str, format: Format, library: NativeLibrary
@@ -311,8 +313,9 @@ def output(block: nn.Module, rows: torch.Tensor) -> torch.Tensor:
     return found
 
 
-@pytest.mark.parametrize(("dtype", "num_experts"), in_turn(DTYPES, [6, 64]), ids=str)
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "num_experts"), in_turn(BLOCKS, DTYPES, [6, 64]), ids=str
+)
 @torch.inference_mode()
 def test_a_routed_row_has_the_same_bits_among_any_others(
     name: str, num_experts: int, dtype: torch.dtype, library: NativeLibrary

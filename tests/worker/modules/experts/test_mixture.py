@@ -98,10 +98,10 @@ def assert_most_rows_close(want: torch.Tensor, got: torch.Tensor) -> None:
     assert share >= (1.0 if want.dtype == torch.float32 else 0.9)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("kind", "num_chosen"),
-    in_turn(["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_plain"], [5, NUM_EXPERTS, 1]),
+    ("kind", "num_chosen", "dtype"),
+    in_turn(["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_plain"], [5, NUM_EXPERTS, 1], DTYPES),
+    ids=str,
 )
 @torch.inference_mode()
 def test_blocks_of_each_kind(
@@ -161,8 +161,7 @@ def test_a_router_that_multiplies_in_float32_keeps_its_choices(
     assert torch.equal(weights, own_weights)
 
 
-@pytest.mark.parametrize("shape", [(74, 44), (300, 160)], ids=str)
-@pytest.mark.parametrize("format", CODED, ids=str)
+@pytest.mark.parametrize(("format", "shape"), in_turn(CODED, [(74, 44), (300, 160)]), ids=str)
 @torch.inference_mode()
 def test_a_single_expert_has_the_bits_of_a_layer_with_the_same_codes(
     format: Format, shape: tuple[int, int], kernels: NativeLibrary
@@ -186,8 +185,7 @@ def test_a_single_expert_has_the_bits_of_a_layer_with_the_same_codes(
             assert torch.equal(alone(rows[:count])[mine], found[mine]), (count, expert)
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "qwen3_moe"])
-@pytest.mark.parametrize("format", CODED, ids=str)
+@pytest.mark.parametrize(("format", "kind"), in_turn(CODED, ["mixtral", "qwen3_moe"]), ids=str)
 @torch.inference_mode()
 def test_blocks_are_compared_with_modules_of_the_same_codes(
     kind: str, format: Format, library: NativeLibrary, monkeypatch: pytest.MonkeyPatch
