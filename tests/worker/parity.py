@@ -75,6 +75,14 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
     return tokens
 
 
+@torch.inference_mode()
+def is_greedy(model: PreTrainedModel, prompt: list[int], output: list[int]) -> bool:
+    """Return whether each token is the most likely one in transformers' forward over all."""
+    rows = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
+    likeliest: list[int] = rows[len(prompt) - 1 :].argmax(-1).tolist()
+    return likeliest == output
+
+
 def parity_config(
     directory: Path,
     num_blocks: int | None,

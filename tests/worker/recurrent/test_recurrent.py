@@ -1,17 +1,28 @@
 """Models with recurrent layers: states, their blocks, and what is refused."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import PretrainedConfig
 
 from protocol.core_worker import ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.parity import BLOCK_SIZE, GREEDY, ROOMY, Serve, make_runner
+from tests.worker.parity import (
+    BLOCK_SIZE,
+    GREEDY,
+    MODES,
+    ROOMY,
+    Serve,
+    is_greedy,
+    make_prompts,
+    make_runner,
+)
 from tests.worker.recurrent_models import KINDS, RECURRENT
 from tests.worker.sampling.test_not_finite import run
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
@@ -202,6 +213,37 @@ def test_tied_layers_are_packed_once(tmp_path: Path) -> None:
             assert (one.get_submodule(path) is other.get_submodule(path)) == is_tied
         assert one.self_attn.paged_layer is not other.self_attn.paged_layer
         assert one.self_attn.paged_layer.kv.keys is not other.self_attn.paged_layer.kv.keys
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("has_angles", [False, True])
+@pytest.mark.parametrize("has_products", [False, True])
+def test_layers_with_shared_weights_have_their_own_products_and_angles(
+    has_products: bool, has_angles: bool, tmp_path: Path
+) -> None:
+    """Low-rank products in each layer, and rotated keys: parts that a Zamba2 may have or lack."""
+    config: Any = BY_NAME["zamba2"].config()
+    config.use_shared_attention_adapter, config.use_mem_rope = has_products, has_angles
+    assert_greedy_in_every_mode(tmp_path, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_channels", [32, 96])
+def test_averages_may_have_another_width_than_the_rows(num_channels: int, tmp_path: Path) -> None:
+    """Of RWKV; transformers' own states of it cannot have one."""
+    config: Any = BY_NAME["rwkv"].config()
+    config.attention_hidden_size = num_channels
+    assert_greedy_in_every_mode(tmp_path, config)
+
+
+def assert_greedy_in_every_mode(directory: Path, config: PretrainedConfig) -> None:
+    """Compare with whole forwards: decoding with a cache by transformers may differ from them."""
+    model = build_checkpoint(directory, config)
+    prompts = make_prompts()
+    runner = make_runner(directory, ROOMY)
+    for mode in ("whole_prompts", "chunked", "prefix_cache"):
+        outputs = drive(runner, prompts, GREEDY, **MODES[mode][1]).output_token_ids
+        assert all(map(partial(is_greedy, model), prompts, outputs)), mode
 
 
 def test_the_number_of_state_blocks() -> None:
