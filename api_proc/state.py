@@ -63,8 +63,9 @@ class ApiState:
             counters: the counters of all API processes, if there are several.
             run_dir: the directory in which they share the names of adapters.
         """
+        api = config.api
         self.client = client
-        self.ids = RequestIds(index, config.api.api_server_count)
+        self.ids = RequestIds(index, api.api_server_count)
         self.peers: Peers | None = None
         """Only with other API processes."""
         self.config = config
@@ -74,19 +75,18 @@ class ApiState:
         self.model_names = names
         """All names of the model; responses have the first one."""
         self.adapters = AdapterRegistry(run_dir, config.lora)
-        self.api_keys = ApiKeys(config.api)
+        self.api_keys = ApiKeys(api)
         self.created = int(time.time())
         self.metrics = Metrics() if counters is None else Metrics(counters.own())
         others = [] if counters is None else [Metrics(take) for take in counters.others()]
-        self._exposition = MetricsCollector(
+        self._collector = MetricsCollector(
             self.model_name,
             [self.metrics, *others],
             self.replica_stats,
             lambda: self.client.facts,
             config,
-        ).exposition
+        )
         self.is_draining = False
-        api = config.api
         clients = ClientBudget(api.max_open_requests_per_client, api.max_open_requests)
         self.budget = Budget(
             api.max_open_requests, api.max_open_bytes, clients, num_others=self.ids.count - 1
@@ -96,15 +96,15 @@ class ApiState:
         self.admission = Admission()
         self.reading = Admission(PARTS_PER_TURN)
         """Admits connections that read a further part of a body."""
-        self.large_requests = LargeRequests(config.api.tokenizer_pool_size + 1)
+        self.large_requests = LargeRequests(api.tokenizer_pool_size + 1)
         """One of them is processed in slices, while others are tokenized."""
         self.large_answers = FairGate()
         """The same for answers; one that waited for requests would hold its memory meanwhile."""
-        self.unknown_fields = UnknownFields(config.api.unknown_fields)
+        self.unknown_fields = UnknownFields(api.unknown_fields)
         self.sessions: Sessions | None = None
         """Only with a journal; see `api_proc.app.start_sessions`."""
         self.stored_responses = ResponseStore(
-            config.api.max_stored_responses, config.api.max_stored_response_bytes
+            api.max_stored_responses, api.max_stored_response_bytes
         )
         self.open_requests = OpenRequests()
         self.processes: ProcessList | None = None
@@ -235,9 +235,9 @@ class ApiState:
     def other_models(self) -> list[str]:
         """Return a line for each replica that gets no requests because it has another model."""
         return [
-            f"replica {number} gets no requests: its {client.other_model}"
+            f"replica {number} gets no requests: its {client.engine.other_model}"
             for number, client in enumerate(self.client.clients)
-            if client.is_open and client.other_model
+            if client.is_open and client.engine.other_model
         ]
 
     def is_serving(self) -> bool:
@@ -310,7 +310,7 @@ class ApiState:
 
     def exposition(self, gauges: Mapping[str, float]) -> bytes:
         """Render the metrics, with these sums of gauges."""
-        return self._exposition({**gauges, "api_servers": self.ids.count})
+        return self._collector.exposition({**gauges, "api_servers": self.ids.count})
 
 
 def _make_random(seed: int, index: int) -> random.Random:
@@ -327,7 +327,7 @@ def _is_fresh(client: ReplicatedClient | AsyncEngineClient) -> bool:
 def _replica_state(client: AsyncEngineClient) -> str:
     if not client.is_open:
         return "left"
-    return "other_model" if client.other_model else str(_state_of(client))
+    return "other_model" if client.engine.other_model else str(_state_of(client))
 
 
 def _state_of(client: ReplicatedClient | AsyncEngineClient) -> EngineState:

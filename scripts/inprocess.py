@@ -25,7 +25,7 @@ from protocol.api_core import (
     RequestOutput,
 )
 from protocol.client.errors import failure_of
-from protocol.client.ledger import Ledger, RequestOptions, check_request
+from protocol.client.ledger import Ledger, OpenLimits, RequestOptions, check_request
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEvent
@@ -56,7 +56,7 @@ class InprocEngine:
         self._failed: list[RequestOutput] = []
         """Ends that `step` will return."""
         self._max_num_waiting = config.scheduler.max_num_waiting
-        self._ledger = Ledger(config.scheduler.max_num_seqs + self._max_num_waiting)
+        self._ledger = Ledger(OpenLimits(config.scheduler.max_num_seqs + self._max_num_waiting))
 
     @property
     def facts(self) -> ModelFacts:

@@ -63,7 +63,7 @@ STATE_MACHINES = {
     ],
     "protocol": [
         *("api_core", "core_worker", "kv_events", "message", "request_validation", "sampling"),
-        *("client/controls", "client/ledger"),
+        *("client/controls", "client/known_engine", "client/ledger"),
         *(
             "config/engine_config",
             "config/setting_fields",

@@ -164,7 +164,7 @@ async def _readiness(state: ApiState, connection: Connection) -> Readiness:
         api_servers_ready=state.is_ready() + sum(others.values()),
         replicas=state.replica_states(),
         other_models=state.other_models(),
-        fingerprints=[client.fingerprint for client in state.client.clients],
+        fingerprints=[client.engine.fingerprint for client in state.client.clients],
     )
 
 

@@ -11,7 +11,6 @@ and their streams continue. It changes no signal handlers, environment, logging 
 
 import asyncio
 import itertools
-import logging
 import time
 from array import array
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from protocol.api_core import (
     AddRequest,
     ControlAction,
     ControlDone,
-    EngineState,
     ErrorCode,
     KVEventsTaken,
     PauseMode,
@@ -39,6 +37,7 @@ from protocol.client.controls import Controls
 from protocol.client.core_link import TICK_S, CoreLink, News, UnreadableOutputs
 from protocol.client.deadlines import deadline
 from protocol.client.errors import failure_of
+from protocol.client.known_engine import KnownEngine
 from protocol.client.kv_feed import KVEventFeed
 from protocol.client.ledger import Ledger, RequestOptions, check_request
 from protocol.client.open_requests import OpenRequests, Receiver
@@ -47,8 +46,7 @@ from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream, vector_of
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
-from protocol.message import MAX_TEXT, Message, ProtocolError, encode
-from protocol.process.machines import blocks_address_seen_at
+from protocol.message import Message, ProtocolError, encode
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
@@ -56,16 +54,7 @@ from protocol.transport.runtime import Clock
 CONTROL_TIMEOUT_S = 30.0
 ADAPTER_TIMEOUT_S = 120.0
 """Longest wait for an adapter to load; other adapters may be loaded first."""
-_NO_EQUAL_ENGINE = RequestError(
-    ErrorCode.ENGINE_FAILED,
-    "the engine that began the request is gone, and none with its fingerprint has served in time",
-)
-_SERVING = (EngineState.READY, EngineState.DRAINING)
-_NONE_THERE = "the engine is starting, or all replicas have left"
-_LAST_DRAINS = "the last replica that served is shutting down, and no other one has joined"
 _DEFAULTS = ClientOptions()
-
-log = logging.getLogger("troika.client")
 
 
 class AsyncEngineClient:
@@ -82,7 +71,7 @@ class AsyncEngineClient:
         make_link: Callable[..., CoreLink] = CoreLink,
         **fields: Any,
     ) -> None:
-        """Set the core's address (see `channel.client_address`); nothing connects yet.
+        """Set the core's address (see `run_dir.client_address`); nothing connects yet.
 
         Args:
             fields: fields of the options by name, such as `stall_timeout_s=30`.
@@ -91,18 +80,17 @@ class AsyncEngineClient:
             make_link: takes the arguments of `CoreLink`.
         """
         options = replace(options, **fields)
-        self._address = address
         self._options = options
-        self._stall_text = f"no engine has served for {options.stall_timeout_s:g} s"
-        self._can_move = can_move = shared is not None and shared.can_move
-        self._starting_text = _NONE_THERE if can_move else "the engine is starting"
-        self._draining_text = _LAST_DRAINS if can_move else "the engine is shutting down"
-        self._stalled_s = 0.0
-        self._expected = None if shared is None else shared.expected
-        self.other_model = ""
-        """How the engine's model differs from the expected one; empty: it does not, or is not
-        known yet."""
         self._clock = clock
+        shared = shared or SharedByReplicas.for_one(options)
+        self.engine = KnownEngine(
+            address,
+            options.stall_timeout_s,
+            clock.monotonic(),
+            shared.expected,
+            is_replica=shared.can_move,
+        )
+        """What is known of the engine."""
         self._controls = Controls()
         self._answers: dict[int, asyncio.Future[ControlDone]] = {}
         self._feed: KVEventFeed | None = None
@@ -111,25 +99,12 @@ class AsyncEngineClient:
         self._link = make_link(
             address, queue_length, self._on_status, self._on_message, clock=clock, keys=keys
         )
-        ledger = Ledger(
-            options.max_open_requests,
-            options.max_open_tokens,
-            clock.monotonic,
-            None if shared is None else shared.numbers,
-            None if shared is None else shared.limits,
-        )
-        self.requests = OpenRequests(ledger, self._link.send, is_replica=can_move)
+        ledger = Ledger(shared.limits, clock.monotonic, shared.numbers)
+        self.requests = OpenRequests(ledger, self._link.send, is_replica=shared.can_move)
         """The requests that were accepted and have not ended."""
         self._status_event = asyncio.Event()
-        self.facts: ModelFacts | None = None
-        """The model's facts; kept while the engine recovers."""
-        self.status: Status | None = None
-        self.last_status_time = 0.0
-        """Time at which `status` arrived, on the monotonic clock."""
-        self.num_other_requests = 0
-        """Requests of other clients at the core when `status` arrived."""
-        self.last_progress_time = clock.monotonic()
-        """Time of the last status that showed further steps, or that there were none to compute."""
+
+    # State --------------------------------------------------------------------------------------
 
     @property
     def connected(self) -> bool:
@@ -137,13 +112,19 @@ class AsyncEngineClient:
         return self._link.is_agreed
 
     @property
-    def blocks_at(self) -> str:
-        """Address at which other machines read the KV blocks on the core's machine, or "".
+    def status(self) -> Status | None:
+        """The core's last status."""
+        return self.engine.status
 
-        It is taken from the last status, so the core may no longer exist.
-        """
-        status = self.status
-        return "" if status is None else blocks_address_seen_at(status.blocks_at, self._address)
+    @property
+    def last_status_time(self) -> float:
+        """Time at which `status` arrived, on the monotonic clock."""
+        return self.engine.last_status_time
+
+    @property
+    def facts(self) -> ModelFacts | None:
+        """The model's facts; kept while the engine recovers."""
+        return self.engine.facts
 
     @property
     def is_open(self) -> bool:
@@ -163,19 +144,7 @@ class AsyncEngineClient:
     @property
     def serves(self) -> bool:
         """True if the core is connected and has its workers, with the expected model."""
-        status = self.status
-        is_ready = status is not None and status.state is EngineState.READY
-        return self.connected and is_ready and not self.other_model
-
-    @property
-    def is_stalled_for_good(self) -> bool:
-        """True if requests have already failed because the engine has not served for too long."""
-        return self._stalled_s > 2 * self._options.stall_timeout_s
-
-    @property
-    def fingerprint(self) -> str:
-        """Fingerprint of the engine's facts; empty until they are known."""
-        return self.requests.fingerprint
+        return self.connected and self.engine.is_ready
 
     @property
     def num_open_requests(self) -> int:
@@ -197,6 +166,8 @@ class AsyncEngineClient:
         """Requests begun by an engine with another fingerprint and continued by this one."""
         return self.requests.num_inexact
 
+    # Connecting ---------------------------------------------------------------------------------
+
     async def start(self) -> None:
         """Begin to connect, without waiting for the connection."""
         self.connect()
@@ -206,15 +177,6 @@ class AsyncEngineClient:
         self._loop = asyncio.get_running_loop()
         self._link.open()
         self._timer = self._loop.call_later(TICK_S, self._tick)
-
-    @property
-    def pauses(self) -> bool:
-        """True if this client has requested a pause that is still pending or in force."""
-        return self._controls.pauses
-
-    def begin_paused(self, action: ControlAction, mode: PauseMode) -> None:
-        """Pause the core before any other request reaches it; to be called before `connect`."""
-        self._controls.begin_paused(action, mode)
 
     async def __aenter__(self) -> "AsyncEngineClient":
         await self.start()
@@ -250,23 +212,25 @@ class AsyncEngineClient:
         """
         async with deadline(timeout_s, "the engine has not been ready", self.why_not_ready):
             while True:
-                if self.serves and self.facts is not None:
-                    return self.facts
+                if self.serves and self.engine.facts is not None:
+                    return self.engine.facts
                 self._require_open()
                 self._status_event.clear()
                 await self._status_event.wait()
 
     def why_not_ready(self) -> str:
         """Return why the engine does not serve, as far as this is known."""
-        if self.link_problem:
-            return self.link_problem
-        if self.status is None:
-            return f"nothing answers at {self._address}"
-        if self.status.state is EngineState.READY and not self.connected:
-            return f"nothing answers any more at {self._address}"
-        if self.other_model:
-            return f"its {self.other_model}"
-        return f"its last state is {self.status.state}"
+        return self.link_problem or self.engine.why_not_ready(is_connected=self.connected)
+
+    def _require_open(self) -> None:
+        if not self._link.is_open:
+            message = "the client is not open, or closed again"
+            raise failure_of(RequestError(ErrorCode.ABORTED, message))
+
+    def _send(self, message: Message) -> None:
+        self._link.send(encode(message))
+
+    # Requests -----------------------------------------------------------------------------------
 
     def submit(
         self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RequestOptions]
@@ -313,7 +277,11 @@ class AsyncEngineClient:
         """
         add, body = self._check(prompt_token_ids, params, options)
         self.requests.accept(add, body, receiver)
-        return msgspec.structs.replace(add, blocks_at=self.blocks_at)
+        return msgspec.structs.replace(add, blocks_at=self.engine.blocks_at)
+
+    def cancel(self, request_id: int) -> None:
+        """Abort a request if it is open."""
+        self.requests.cancel(request_id)
 
     def adopt(self, add: AddRequest, receiver: Receiver) -> int:
         """Continue a request that an earlier incarnation of this client accepted.
@@ -345,36 +313,36 @@ class AsyncEngineClient:
             request_id, other.requests, is_exact=is_exact, blocks_at=blocks_at
         ):
             return False
-        if other.blocks_at:
-            other.requests.note_place(request_id, other.blocks_at)
+        if other.engine.blocks_at:
+            other.requests.note_place(request_id, other.engine.blocks_at)
         return True
 
     def _check(
         self, prompt_token_ids: PromptIds, params: SamplingParams, options: RequestOptions
     ) -> tuple[AddRequest, bytes]:
         self._require_open()
-        if self.status is None or self.facts is None:
-            raise failure_of(RequestError(ErrorCode.STARTING, self._starting_text))
-        if self.other_model:
-            raise failure_of(self._holding_error())
-        if self._stalled_s > self._options.stall_timeout_s:
-            raise failure_of(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
-        if self.status.state is EngineState.DRAINING and not options.get("resent"):
-            raise failure_of(RequestError(ErrorCode.DRAINING, self._draining_text))
+        facts = self.engine.require_facts(is_resent=options.get("resent", False))
         request_id, now = self.requests.ledger.next_request_id(), self._clock.time()
         add = AddRequest(
             request_id,
             [],
             params,
             arrival_time=now,
-            fingerprint=self.requests.fingerprint,
+            fingerprint=self.engine.fingerprint,
             **options,
         )
-        return check_request(add, self.facts, prompt_token_ids)
+        return check_request(add, facts, prompt_token_ids)
 
-    def cancel(self, request_id: int) -> None:
-        """Abort a request if it is open."""
-        self.requests.cancel(request_id)
+    # Controls -----------------------------------------------------------------------------------
+
+    @property
+    def pauses(self) -> bool:
+        """True if this client has requested a pause that is still pending or in force."""
+        return self._controls.pauses
+
+    def begin_paused(self, action: ControlAction, mode: PauseMode) -> None:
+        """Pause the core before any other request reaches it; to be called before `connect`."""
+        self._controls.begin_paused(action, mode)
 
     async def pause(
         self, mode: PauseMode = PauseMode.PAUSED_ALL, *, timeout_s: float = CONTROL_TIMEOUT_S
@@ -450,17 +418,14 @@ class AsyncEngineClient:
         answer: asyncio.Future[ControlDone] = self._loop.create_future()
         self._answers[control.number] = answer
         try:
-            self._link.send(encode(control))
+            self._send(control)
             async with deadline(timeout_s, "the engine has not answered"):
                 return await answer
         finally:
             del self._answers[control.number]
             self._controls.give_up(control.number)
 
-    def _require_open(self) -> None:
-        if not self._link.is_open:
-            message = "the client is not open, or closed again"
-            raise failure_of(RequestError(ErrorCode.ABORTED, message))
+    # KV events ----------------------------------------------------------------------------------
 
     def kv_events(self, next_seq: int | None = None) -> KVEventFeed:
         """Follow the prefix cache's contents: iterate over (number, event); one feed at a time.
@@ -483,57 +448,26 @@ class AsyncEngineClient:
         def end() -> None:
             self._feed = None
 
-        def send(message: Message) -> None:
-            self._link.send(encode(message))
-
-        self._feed = KVEventFeed(next_seq, self._subscriptions, send, end)
+        self._feed = KVEventFeed(next_seq, self._subscriptions, self._send, end)
         return self._feed
 
+    # Events -------------------------------------------------------------------------------------
+
     def _on_status(self, status: Status, is_new_epoch: bool) -> None:
-        self.last_status_time = self._clock.monotonic()
-        if _shows_progress(status, self.status, self.num_open_requests):
-            self.last_progress_time = self.last_status_time
-        self.status = status
-        num_requests = status.stats.num_running_reqs + status.stats.num_waiting_reqs
-        self.num_other_requests = max(0, num_requests - len(self.requests))
-        fingerprint = self.requests.fingerprint
-        if status.facts is not None and status.facts != self.facts:
-            self.facts = status.facts
-            fingerprint = status.facts.fingerprint
-        if status.state in _SERVING:
-            self._stalled_s = 0.0
-        self.requests.ledger.allow_repairs()
-        is_other_now = self._compare_model(status)
+        engine, requests = self.engine, self.requests
+        engine.take(status, self._clock.monotonic(), len(requests))
+        requests.ledger.allow_repairs()
+        holds_all = bool(engine.other_model)
         if is_new_epoch:  # the core does not know this client's requests
             for control in self._controls.begin(self._link.epoch, status):
-                self._link.send(encode(control))
-            self._link.send_backlog(self.requests.resend(fingerprint))
+                self._send(control)
+            self._link.send_backlog(requests.resend(engine.fingerprint, holds_all=holds_all))
             if self._feed is not None:
                 self._feed.subscribe()
         elif status.facts is not None:  # otherwise a successor is starting
             self._controls.follow(status)
-            self.requests.follow(fingerprint, anew=is_other_now)
+            requests.follow(engine.fingerprint, holds_all=holds_all)
         self._status_event.set()
-
-    def _holding_error(self) -> RequestError:
-        """Return the error that states why requests are held."""
-        if not self.other_model:
-            return _NO_EQUAL_ENGINE
-        return RequestError(ErrorCode.ENGINE_FAILED, self.other_model[:MAX_TEXT])
-
-    def _compare_model(self, status: Status) -> bool:
-        """Compare the engine's model with the expected one; return whether the result is new."""
-        if self._expected is None or status.facts is None:
-            return False
-        before = self.other_model
-        self.other_model = self._expected.difference(status.facts, self._address)
-        if status.state is EngineState.READY and not self.other_model:
-            self._expected.learn(status.facts)
-        self.requests.holds_all = bool(self.other_model)
-        is_new = before != self.other_model
-        if is_new and self.other_model and not self._can_move:  # else all replicas are reported
-            log.error("%s gets no requests: its %s", self._address, self.other_model)
-        return is_new
 
     def _on_message(self, message: News) -> None:
         if isinstance(message, StepOutputs):
@@ -553,7 +487,7 @@ class AsyncEngineClient:
                 answer.set_result(message)
         elif isinstance(message, KVEventBatch):
             if self._feed is None:  # cancelled in the meantime
-                self._link.send(encode(KVEventsTaken()))
+                self._send(KVEventsTaken())
             else:
                 self._feed.take(message)
         elif self._feed is not None:
@@ -561,22 +495,14 @@ class AsyncEngineClient:
 
     def _tick(self) -> None:
         self._timer = self._loop.call_later(TICK_S, self._tick)
-        self._stalled_s += TICK_S  # counts ticks rather than reading the clock, as the link does
-        if self._stalled_s > self._options.stall_timeout_s:
-            self.requests.fail_all(RequestError(ErrorCode.ENGINE_FAILED, self._stall_text))
+        engine = self.engine
+        engine.tick(TICK_S)
+        if engine.is_stalled:
+            self.requests.fail_all(engine.stall_error)
             if self._feed is not None:
-                self._feed.fail(ConnectionError(self._stall_text))
-        self.requests.fail_held(TICK_S, self._options.stall_timeout_s, self._holding_error())
+                self._feed.fail(ConnectionError(engine.stall_error.message))
+        self.requests.fail_held(TICK_S, self._options.stall_timeout_s, engine.holding_error)
         if self._options.allow_inexact_resume and self.serves:
             for request_id in self.requests.held_ids():
                 self.requests.release(request_id)
         self._link.tick()
-
-
-def _shows_progress(status: Status, before: Status | None, num_open: int) -> bool:
-    """Return whether the core has sent steps since the last status, or has none to send."""
-    stats = status.stats
-    is_idle = num_open + stats.num_running_reqs + stats.num_waiting_reqs == 0
-    is_paused = status.pause_mode is not PauseMode.RUNNING
-    is_further = before is None or before.stats.num_steps != stats.num_steps
-    return is_idle or is_paused or is_further

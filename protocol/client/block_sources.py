@@ -12,26 +12,26 @@ def blocks_for(reader: Replica, other: Replica) -> str:
     """
     if not _has_equal_blocks(reader, other) or _shares_stores(reader, other):
         return ""
-    return other.client.blocks_at
+    return other.engine.blocks_at
 
 
 def reaches_blocks(reader: Replica, other: Replica) -> bool:
     """Return whether `reader` can read the blocks that another replica has written."""
     if not _has_equal_blocks(reader, other):
         return False
-    return _shares_stores(reader, other) or bool(other.client.blocks_at)
+    return _shares_stores(reader, other) or bool(other.engine.blocks_at)
 
 
 def _shares_stores(one: Replica, other: Replica) -> bool:
     """Return whether both are on the same machine: this one, or another that serves its blocks."""
     if not (is_remote(one.address) or is_remote(other.address)):
         return True
-    here = one.client.blocks_at
-    return bool(here) and here == other.client.blocks_at
+    here = one.engine.blocks_at
+    return bool(here) and here == other.engine.blocks_at
 
 
 def _has_equal_blocks(one: Replica, other: Replica) -> bool:
-    facts, others = one.client.facts, other.client.facts
+    facts, others = one.engine.facts, other.engine.facts
     if facts is None or others is None:
         return False
     return bool(facts.kv_layout) and facts.kv_layout == others.kv_layout

@@ -72,7 +72,7 @@ def _apply(event: KVEvent, replica: Replica, index: PrefixIndex) -> None:
     if isinstance(event, AllBlocksCleared):
         index.forget(replica.number)
         return
-    facts = replica.client.facts
+    facts = replica.engine.facts
     if facts is None or event.group != _leading_group(facts.kv_groups):
         return
     names = [name_of(block_hash) for block_hash in event.block_hashes]

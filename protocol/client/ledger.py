@@ -3,8 +3,8 @@
 Theory of operation. A request enters by `accept` and leaves by `fail`, or by the output of `take`
 that has a finish reason. Until then the ledger holds everything that cannot be computed again: the
 prompt, the resolved parameters, the delivered tokens, and the time of acceptance. Core and workers
-are caches of it, so every repair is the same message: `resumed`, the request with its known tokens,
-which replaces the core's copy.
+are caches of it, so every repair is the same message: `Entry.resumed`, the request with its known
+tokens, which replaces the core's copy.
 
 Exactly once, by index: with n tokens known, an output that starts at n is new; one that starts
 lower is a repetition, which is compared with the known tokens and cut; one that starts higher shows
@@ -188,7 +188,7 @@ class Entry:
         return self.add.num_prompt_tokens - self.num_expected_cached
 
     def resumed(self, now: float) -> AddRequest:
-        """Return the request to send to a core that does not know it."""
+        """Return the request, with its age at `now`, to send to a core that does not know it."""
         return msgspec.structs.replace(
             self.add,
             output_token_ids=list(self.output_token_ids),
@@ -213,17 +213,15 @@ class Ledger:
 
     def __init__(
         self,
-        max_open: int,
-        max_open_tokens: int | None = None,
+        limits: OpenLimits,
         clock: Callable[[], float] = time.monotonic,
         numbers: Iterator[int] | None = None,
-        limits: OpenLimits | None = None,
     ) -> None:
-        """Limit the open requests and their prompt tokens; `clock` is in monotonic seconds.
+        """`clock` is in monotonic seconds, and `numbers` yields unused request numbers.
 
-        `numbers` (unused request numbers) and `limits` may be shared by several ledgers.
+        Several ledgers may share `limits` and `numbers`.
         """
-        self.limits = OpenLimits(max_open, max_open_tokens) if limits is None else limits
+        self.limits = limits
         self.clock = clock
         self.num_unstarted_tokens = 0
         """Tokens left to compute of the prompts that have no output token yet."""
@@ -281,11 +279,6 @@ class Ledger:
     def __iter__(self) -> Iterator[int]:
         """Iterate over the ids of all open requests, oldest first."""
         return iter(self._entries)
-
-    def resumed(self, request_id: int, now: float) -> AddRequest | None:
-        """Return an open request, with its age at `now`, for a core that does not know it."""
-        entry = self._entries.get(request_id)
-        return None if entry is None else entry.resumed(now)
 
     def allow_repairs(self) -> None:
         """Allow gaps that are still open to be repaired again; called about once a second."""

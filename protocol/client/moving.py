@@ -81,7 +81,7 @@ class RequestMover:
     def _hand_over(self, request: Begun) -> None:
         """Move a request to a replica that decodes and can read its blocks, if there is one."""
         request_id, replica, names, affinity, _ = request
-        entry, facts = replica.requests.entry(request_id), replica.client.facts
+        entry, facts = replica.requests.entry(request_id), replica.engine.facts
         if entry is None or facts is None:
             return
 
@@ -126,14 +126,14 @@ class RequestMover:
             self._move_to(target, request_id, lost, is_exact=True)
         elif self._may_be_inexact(entry, lost):
             others += [lost] if lost.serves else []
-            target = _least([each for each in others if holds(each.client.facts, entry.num_tokens)])
+            target = _least([each for each in others if holds(each.engine.facts, entry.num_tokens)])
             if target is lost:
                 lost.requests.release(request_id)
             elif target is not None:
                 self._move_to(target, request_id, lost, is_exact=False)
 
     def _exact_target(self, entry: Entry, lost: Replica, others: list[Replica]) -> Replica | None:
-        facts = lost.client.facts
+        facts = lost.engine.facts
         longest = 0 if facts is None else facts.max_model_len
         fitting = [each for each in others if continues(each, entry, longest)]
         decoding = [each for each in fitting if not self._prefill.computes_prompts(each.number)]

@@ -66,7 +66,7 @@ class OpenRequests:
         held."""
         self.fingerprint = ""
         """Fingerprint of the core's facts; empty: not known yet."""
-        self.holds_all = False
+        self._holds_all = False
         """True if the core has another model: no request is sent to it."""
         self.num_inexact = 0
         """Requests begun by engines with another fingerprint and continued by this one."""
@@ -132,24 +132,32 @@ class OpenRequests:
         if blocks_at:  # otherwise it may still need the blocks of the previous machine
             entry.add = msgspec.structs.replace(entry.add, blocks_at=blocks_at)
         entry.num_repairs = entry.num_expected_cached = 0
-        other.ledger.enter(entry)
-        other._receivers[request_id] = receiver
-        if not is_exact:
-            other._bind(entry)
-        if other._unsent:
-            other._unsent.append(request_id)
-        else:
-            other._resume(request_id)
+        other._take_over(entry, receiver, is_exact=is_exact)
         return True
+
+    def _take_over(self, entry: Entry, receiver: Receiver, *, is_exact: bool) -> None:
+        """Continue a request that was moved here."""
+        request_id = entry.add.request_id
+        self.ledger.enter(entry)
+        self._receivers[request_id] = receiver
+        if not is_exact:
+            self._bind(entry)
+        if self._unsent:
+            self._unsent.append(request_id)
+        else:
+            self._resume(request_id)
 
     def note_place(self, request_id: int, blocks_at: str) -> None:
         """Pass the address of its KV blocks to the receiver of a request that was moved here."""
         if (receiver := self._receivers.get(request_id)) is not None:
             receiver.stored_at(blocks_at)
 
-    def resend(self, fingerprint: str) -> Iterator[bytes]:
-        """Begin to send everything open to a core that does not know it, oldest first."""
-        self.fingerprint = fingerprint
+    def resend(self, fingerprint: str, *, holds_all: bool = False) -> Iterator[bytes]:
+        """Begin to send everything open to a core that does not know it, oldest first.
+
+        `holds_all`: the core has another model, so everything is held instead.
+        """
+        self.fingerprint, self._holds_all = fingerprint, holds_all
         self._unsent = deque(self.ledger)
         return self._unsent_bodies(self.ledger.clock())
 
@@ -170,7 +178,7 @@ class OpenRequests:
         entry = self.ledger.get(request_id)
         if entry is None:
             return None
-        if self.holds_all:
+        if self._holds_all:
             self._held.setdefault(request_id, 0.0)
             return None
         if self.fingerprint and entry.add.fingerprint != self.fingerprint:
@@ -183,22 +191,22 @@ class OpenRequests:
 
     # Fingerprints -------------------------------------------------------------------------------
 
-    def follow(self, fingerprint: str, *, anew: bool = False) -> None:
-        """Hold or send requests after the facts of the same core have changed.
+    def follow(self, fingerprint: str, *, holds_all: bool = False) -> None:
+        """Hold or send requests if the facts of the same core, or the expected model, have changed.
 
         Requests that it could not continue with the old facts are sent if the new facts match.
-        `anew`: also with the same facts, because `holds_all` has changed.
+        `holds_all`: as for `resend`.
         """
-        if fingerprint == self.fingerprint and not anew:
+        if fingerprint == self.fingerprint and holds_all is self._holds_all:
             return
-        self.fingerprint = fingerprint
+        self.fingerprint, self._holds_all = fingerprint, holds_all
         for request_id in list(self.ledger):
             entry = self.ledger.get(request_id)
             if entry is None:
                 continue
             if request_id in self._held:
                 self._resume(request_id)
-            elif self.holds_all:
+            elif self._holds_all:
                 self._held[request_id] = 0.0
                 self._send(encode(AbortRequests([request_id])))
             else:

@@ -1,5 +1,6 @@
 """The options of the clients, for one engine and for an engine with replicas."""
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Self
@@ -65,3 +66,13 @@ class SharedByReplicas:
     """No request goes to an engine with another model."""
     can_move: bool
     """True if there are other clients to which requests can be moved."""
+
+    @classmethod
+    def for_one(cls, options: ClientOptions) -> Self:
+        """Return the state of a client that shares it with no other."""
+        return cls(
+            numbers=itertools.count(1),
+            limits=OpenLimits(options.max_open_requests, options.max_open_tokens),
+            expected=ExpectedModel(learns=False),
+            can_move=False,
+        )

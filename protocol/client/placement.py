@@ -64,7 +64,7 @@ class Placement:
         if not self._piece_tokens:
             # Block size of a replica that serves, if there is one.
             by_service = sorted(self._replicas, key=lambda each: not each.serves)
-            known = (each.client.facts for each in by_service)
+            known = (each.engine.facts for each in by_service)
             facts = next((facts for facts in known if facts is not None), None)
             if facts is None:
                 return []
@@ -94,8 +94,8 @@ class Placement:
         """
 
         def continues(number: int) -> bool:
-            client = self._replicas[number].client
-            return client.fingerprint == fingerprint and holds(client.facts, num_tokens)
+            engine = self._replicas[number].engine
+            return engine.fingerprint == fingerprint and holds(engine.facts, num_tokens)
 
         if fingerprint:
             chosen = self._router.choose(names, self._piece_tokens, continues)
@@ -128,7 +128,7 @@ class Placement:
     ) -> None:
         """Record that a request is at a replica, which caches its prompt."""
         self._prefill.enter(request_id, replica, names, affinity)
-        facts = replica.client.facts
+        facts = replica.engine.facts
         if names and facts is not None:
             replica.requests.ledger.expect_cached(request_id, num_cached)
             # Events name all blocks, several of which form a piece.
@@ -153,8 +153,8 @@ class Placement:
 
 def _waiting_place(replica: Replica) -> tuple[object, ...]:
     """Return a sort key, smallest for the replica at which a request waits if none can have it."""
-    client = replica.client
-    return replica.is_retired, bool(client.other_model), replica.serves, replica.lateness
+    has_other_model = bool(replica.engine.other_model)
+    return replica.is_retired, has_other_model, replica.serves, replica.lateness
 
 
 def holds(facts: ModelFacts | None, num_tokens: int) -> bool:
@@ -168,11 +168,11 @@ def continues(replica: Replica, entry: Entry, longest: int) -> bool:
     `longest` is the longest context at the request's present replica. If the replica is another
     one, the request must not reach the limit of either.
     """
-    client = replica.client
-    if client.facts is None:
+    engine = replica.engine
+    if engine.facts is None:
         return False
-    if not entry.has_begun and entry.add.fingerprint != client.fingerprint:
-        return validate_request(entry.add, client.facts) is None
-    here = client.facts.max_model_len
+    if not entry.has_begun and entry.add.fingerprint != engine.fingerprint:
+        return validate_request(entry.add, engine.facts) is None
+    here = engine.facts.max_model_len
     is_same_end = here == longest or entry.max_num_tokens <= min(here, longest or here)
-    return is_same_end and entry.add.fingerprint in ("", client.fingerprint)
+    return is_same_end and entry.add.fingerprint in ("", engine.fingerprint)

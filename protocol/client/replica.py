@@ -24,6 +24,7 @@ class Replica:
         self.number = number
         self.address = address
         self.client = client
+        self.engine = client.engine
         self.requests = client.requests
         self.is_retired = False
         """True if it gets no new requests and its open requests are moved."""
@@ -52,16 +53,16 @@ class Replica:
     @property
     def lateness(self) -> tuple[bool, float, float]:
         """Sort key, smallest for the replica that will probably serve first of the others."""
-        return self.client.facts is None, self.lost_s, self.unready_s
+        return self.engine.facts is None, self.lost_s, self.unready_s
 
     def load(self) -> Load:
-        requests, num_others = self.requests, self.client.num_other_requests
+        requests, num_others = self.requests, self.engine.num_other_requests
         return Load(len(requests), requests.ledger.num_unstarted_tokens, num_others)
 
     @property
     def is_draining(self) -> bool:
         """True if it finishes its requests and accepts no others."""
-        status = self.client.status
+        status = self.engine.status
         is_ending = status is not None and status.state is EngineState.DRAINING
         return is_ending or self.is_retired
 
@@ -92,7 +93,7 @@ class Replica:
 
         A draining replica could not finish all of its requests in time.
         """
-        requests, status = self.requests, self.client.status
+        requests, status = self.requests, self.engine.status
         if not requests:
             return []
         is_loading = status is not None and status.is_loading_anew

@@ -124,7 +124,7 @@ class ReplicaSet:
     def other_models(self) -> Iterator[tuple[int, str]]:
         """Yield a severity and a line for each replica that has another model, or no longer has."""
         for replica in self.replicas:
-            text, before = replica.client.other_model, self._others.get(replica, "")
+            text, before = replica.engine.other_model, self._others.get(replica, "")
             if text == before or replica.is_closed:
                 continue
             self._others[replica] = text
@@ -137,7 +137,7 @@ class ReplicaSet:
     def differences(self) -> Iterator[str]:
         """Yield a line for each replica that has begun to serve with another fingerprint."""
         for replica in self.replicas:
-            fingerprint = replica.client.fingerprint
+            fingerprint = replica.engine.fingerprint
             if not replica.serves or self._fingerprints.get(replica) == fingerprint:
                 continue
             self._fingerprints[replica] = fingerprint
@@ -147,7 +147,7 @@ class ReplicaSet:
 
 
 def _difference(replica: Replica, other: Replica) -> str:
-    facts, others = replica.client.facts, other.client.facts
+    facts, others = replica.engine.facts, other.engine.facts
     changes = "" if facts is None or others is None else facts.decisive_changes(others)
     return (
         f"replica {replica.number} computes differently from replica {other.number}, so a request"

@@ -169,17 +169,19 @@ class ReplicatedClient:
 
         None if no replica has served yet, or if all that have served have left.
         """
-        present = (each.client for each in self._replicas if not each.is_closed)
-        known = [one for one in present if one.facts is not None and not one.other_model]
-        return next((c.facts for c in known if c.serves), known[0].facts if known else None)
+        present = (each for each in self._replicas if not each.is_closed)
+        known = [one for one in present if one.engine.facts and not one.engine.other_model]
+        first = next((one for one in known if one.client.serves), known[0] if known else None)
+        return None if first is None else first.engine.facts
 
     @property
     def status(self) -> Status | None:
         """The combined status of all connected replicas of the model, with the best state."""
         if self._only is not None:
-            return None if self._only.other_model else self._only.status
-        connected = (c for c in self.clients if c.connected and not c.other_model)
-        return merged_status([c.status for c in connected if c.status is not None])
+            return None if self._only.engine.other_model else self._only.status
+        connected = (client.engine for client in self.clients if client.connected)
+        statuses = (engine.status for engine in connected if not engine.other_model)
+        return merged_status([status for status in statuses if status is not None])
 
     @property
     def last_status_time(self) -> float:
@@ -189,8 +191,8 @@ class ReplicatedClient:
     @property
     def last_progress_time(self) -> float:
         """Time of the last progress of the busy replica that has been stuck longest."""
-        busy = [c.last_progress_time for c in self.clients if c.num_open_requests]
-        return min(busy, default=max(client.last_progress_time for client in self.clients))
+        busy = [c.engine.last_progress_time for c in self.clients if c.num_open_requests]
+        return min(busy, default=max(c.engine.last_progress_time for c in self.clients))
 
     # Connecting ---------------------------------------------------------------------------------
 
@@ -341,9 +343,9 @@ class ReplicatedClient:
         self._timer = self._loop.call_later(TICK_S, self._tick)
         self._close_retired()
         self._expected.keep_if_present(
-            each.client.facts
+            each.engine.facts
             for each in self._replicas
-            if not each.is_closed and not each.client.is_stalled_for_good
+            if not each.is_closed and not each.engine.is_stalled_for_good
         )
         for replica in self._replicas:
             replica.tick()
@@ -421,7 +423,7 @@ class ReplicatedClient:
         replicas = [
             each
             for each in self._replicas
-            if not each.is_closed and not (needs_model and each.client.other_model)
+            if not each.is_closed and not (needs_model and each.engine.other_model)
         ]
         works = (control(each.client) for each in replicas)
         results = await asyncio.gather(*works, return_exceptions=True)

@@ -152,6 +152,11 @@ class FakeClient:
         return [self]
 
     @property
+    def engine(self) -> "FakeClient":
+        """What is known of the engine: the fake itself has these attributes."""
+        return self
+
+    @property
     def fingerprint(self) -> str:
         return "" if self.facts is None else self.facts.fingerprint
 

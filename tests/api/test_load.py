@@ -5,8 +5,7 @@ import time
 import httpx
 
 from api_proc.operation.load_routes import STUCK_AFTER_S
-from protocol.api_core import EngineState, EngineStats, PauseMode, Status
-from protocol.client.async_client import _shows_progress
+from protocol.api_core import EngineState
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient
 
@@ -40,18 +39,3 @@ def test_healthz_fails_only_without_progress(make_server: MakeServer) -> None:
     assert "no step for 6" in report["reason"]
     client.stuck_since = time.monotonic() - STUCK_AFTER_S + 10.0
     assert httpx.get(live.url + "/healthz").status_code == 200
-
-
-def test_progress_is_steps_or_nothing_to_do() -> None:
-    def status(mode: PauseMode = PauseMode.RUNNING, **stats: int) -> Status:
-        return Status(EngineState.READY, None, EngineStats(**stats), mode)
-
-    busy = status(num_running_reqs=1, num_steps=5)
-    assert _shows_progress(busy, None, 1)
-    assert not _shows_progress(busy, busy, 1)
-    assert _shows_progress(status(num_running_reqs=1, num_steps=6), busy, 1)
-    assert _shows_progress(status(num_running_reqs=1, num_steps=0), busy, 1), "another core"
-    assert _shows_progress(status(PauseMode.PAUSED_ALL, num_running_reqs=1, num_steps=5), busy, 1)
-    idle = status(num_steps=5)
-    assert _shows_progress(idle, idle, 0)
-    assert not _shows_progress(idle, idle, 1), "the core has lost a request, or is starting"

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 
 from core_proc.engine import EngineCore
 from protocol.api_core import AddRequest
-from protocol.client.ledger import Ledger
+from protocol.client.ledger import Ledger, OpenLimits
 from protocol.sampling import SamplingParams
 from tests.core.engine_bench import make_engine, run_step
 
@@ -18,7 +18,7 @@ class Host:
     def __init__(self, name: bytes, boot: float) -> None:
         self.name = name
         self.now = boot
-        self.ledger = Ledger(1000, clock=lambda: self.now)
+        self.ledger = Ledger(OpenLimits(1000), clock=lambda: self.now)
 
     def accept(self, priority: int = 0) -> AddRequest:
         request_id = self.ledger.next_request_id()
@@ -33,9 +33,9 @@ class Host:
             assert engine.add(self.name, self.resumed(request_id)) is None
 
     def resumed(self, request_id: int) -> AddRequest:
-        add = self.ledger.resumed(request_id, self.now)
-        assert add is not None
-        return add
+        entry = self.ledger.get(request_id)
+        assert entry is not None
+        return entry.resumed(self.now)
 
 
 def pass_time(seconds: float, engine: EngineCore, hosts: Iterable[Host]) -> None:

@@ -37,7 +37,7 @@ from protocol.api_core import (
 )
 from protocol.client.errors import RequestFailed
 from protocol.client.kv_feed import KVEventFeed
-from protocol.client.ledger import Ledger
+from protocol.client.ledger import Ledger, OpenLimits
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, decode_from_worker
@@ -170,7 +170,7 @@ def _results() -> Feed:
 @contextlib.contextmanager
 def _client() -> Iterator[Feed]:
     """Outputs enter the ledger, which repairs, cuts or fails; events enter a subscription."""
-    ledger = Ledger(1000)
+    ledger = Ledger(OpenLimits(1000))
     numbers = count(3)
     sent: list[object] = []
     feeds: list[KVEventFeed] = []

@@ -6,27 +6,25 @@ from typing import cast
 import pytest
 
 from protocol.api_core import EngineState, EngineStats, Status
-from protocol.client.async_client import AsyncEngineClient
 from protocol.client.block_sources import blocks_for, reaches_blocks
+from protocol.client.expected_model import ExpectedModel
+from protocol.client.known_engine import KnownEngine
 from protocol.client.replica import Replica
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts
 from protocol.process.machines import blocks_address, with_kv_listen
-from protocol.transport.curve import ClientKeys
 
 HERE = "ipc:///run/core.sock"
 A, A_TWO, B = "tcp://10.0.0.2:7000", "tcp://10.0.0.2:7001", "tcp://10.0.0.3:7000"
-
-KEYS = ClientKeys(b"", b"", b"")
 
 
 def replica(address: str, blocks_at: str = "", layout: str = "0a1b") -> Replica:
     facts = ModelFacts("m", 1000, 4096, 16, 512, [], kv_layout=layout)
     status = Status(EngineState.READY, facts, EngineStats(), blocks_at=blocks_at)
-    client = AsyncEngineClient(address, keys=KEYS)
-    client.facts, client.status = facts, status
-    return cast(Replica, SimpleNamespace(address=address, client=client))
+    engine = KnownEngine(address, 1.0, 0.0, ExpectedModel())
+    engine.take(status, 0.0, 0)
+    return cast(Replica, SimpleNamespace(address=address, engine=engine))
 
 
 def test_another_machine_is_read_where_its_core_reports() -> None:

@@ -13,22 +13,22 @@ from protocol.api_core import (
     encode_add,
 )
 from protocol.client.errors import RequestFailed
-from protocol.client.ledger import REPAIR_MESSAGES_MAX, Ledger, check_request
+from protocol.client.ledger import REPAIR_MESSAGES_MAX, Ledger, OpenLimits, check_request
 from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
 from protocol.message import MAX_TOKEN_IDS
 from protocol.sampling import FinishReason, SamplingParams
 
 
 def ledger_with(request_id: int = 1, max_open: int = 10) -> Ledger:
-    ledger = Ledger(max_open)
+    ledger = Ledger(OpenLimits(max_open))
     ledger.accept(AddRequest(request_id, [5, 6], SamplingParams(max_tokens=99)))
     return ledger
 
 
 def resumed(ledger: Ledger) -> list[AddRequest]:
     """What a new core is sent."""
-    adds = [ledger.resumed(request_id, ledger.clock()) for request_id in ledger]
-    return [add for add in adds if add is not None]
+    entries = [ledger.get(request_id) for request_id in ledger]
+    return [entry.resumed(ledger.clock()) for entry in entries if entry is not None]
 
 
 def test_news_pass_and_are_kept() -> None:
@@ -209,7 +209,7 @@ def test_check_covers_the_model_and_the_fields_of_the_request_itself() -> None:
 
 
 def test_cached_tokens_do_not_wait_to_be_computed() -> None:
-    ledger = Ledger(9)
+    ledger = Ledger(OpenLimits(9))
     for request_id in (1, 2):
         ledger.accept(AddRequest(request_id, [5] * 100, SamplingParams()))
     ledger.expect_cached(1, 64)

@@ -72,7 +72,7 @@ class Replica:
     """A core with what it knows, and the client's side of the link to it."""
 
     def __init__(self, limits: OpenLimits, numbers: Iterator[int]) -> None:
-        self.open = OpenRequests(Ledger(99, numbers=numbers, limits=limits), self._send)
+        self.open = OpenRequests(Ledger(limits, numbers=numbers), self._send)
         self.fingerprint = "a"
         self.is_linked = False
         self.known: dict[int, list[int]] = {}

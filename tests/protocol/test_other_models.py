@@ -96,7 +96,7 @@ def test_an_engine_with_another_model_gets_no_request_and_is_named(
         assert not cores[1].adds
         assert "wrong" not in str(client.facts)
         difference = f"model '/elsewhere' has {field} wrong instead of right"
-        assert wrong.other_model == difference
+        assert wrong.engine.other_model == difference
         lines = [one for one in caplog.messages if "gets no requests" in one]
         assert lines == [f"replica 1, {cores[1].address}, gets no requests: its {difference}"]
         assert not [one for one in caplog.messages if "computes differently" in one]
@@ -221,7 +221,7 @@ def test_once_all_engines_have_another_model_it_is_the_model(cores: Cores) -> No
 
     async def act(client: ReplicatedClient) -> None:
         renew(cores[0], weights="w2")
-        await until(lambda: bool(client.clients[0].other_model))
+        await until(lambda: bool(client.clients[0].engine.other_model))
         renew(cores[1], weights="w2")
         await until(lambda: all(each.serves for each in client.clients))
         client.submit([5], PARAMS)
@@ -248,7 +248,7 @@ def test_a_pause_and_its_end_reach_engines_that_have_another_model_for_a_while(
 
     async def act(client: ReplicatedClient) -> None:
         renew(cores[0], weights="w2")
-        await until(lambda: bool(client.clients[0].other_model))
+        await until(lambda: bool(client.clients[0].engine.other_model))
         await control(client.pause(), PauseMode.PAUSED_ALL)
         await control(client.resume(), PauseMode.RUNNING)
 
@@ -264,7 +264,7 @@ def test_an_adapter_is_not_loaded_by_an_engine_with_another_model(cores: Cores) 
         cores[0].done(PauseMode.RUNNING)
         assert await loading == ""
         assert not cores[1].controls
-        client.clients[0].other_model = "another one, too"
+        client.clients[0].engine.other_model = "another one, too"
         with pytest.raises(Overloaded, match="no replica has the model"):
             await client.load_adapter(Adapter("a", "/a", bytes(32)))
 
@@ -334,7 +334,7 @@ def test_a_single_engine_with_another_model_is_named_in_the_log(
     async def main() -> None:
         async with ReplicatedClient([core.address], files=OWN) as client:
             task = asyncio.create_task(pump([core]))
-            await until(lambda: bool(client.clients[0].other_model))
+            await until(lambda: bool(client.clients[0].engine.other_model))
             with pytest.raises(EngineFailed, match="w2 instead of w1"):
                 client.submit([5], PARAMS)
             task.cancel()

@@ -5,7 +5,7 @@ import pytest
 
 from protocol.api_core import PACKED_FROM_TOKENS, AddRequest, ErrorCode
 from protocol.client.errors import RequestFailed
-from protocol.client.ledger import Ledger, check_request
+from protocol.client.ledger import Ledger, OpenLimits, check_request
 from protocol.client.packed_prompt import PackedPrompt, PromptIds, PromptPacking, extended
 from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TOKEN_IDS, unpack_token_ids
@@ -71,7 +71,7 @@ def test_a_prompt_is_extended_in_either_form() -> None:
 
 
 def test_the_ledger_counts_the_tokens_of_both_forms() -> None:
-    ledger = Ledger(9)
+    ledger = Ledger(OpenLimits(9))
     for request_id, prompt in enumerate((MANY, pack(MANY)[0], [5, 6])):
         add = msgspec.structs.replace(ADD, request_id=request_id)
         ledger.accept(check_request(add, FACTS, prompt)[0])

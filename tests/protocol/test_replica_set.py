@@ -11,7 +11,7 @@ HERE, THERE = "ipc:///run/core.sock", "tcp://10.0.0.2:7000"
 
 def make_client(address: str) -> Any:
     counts = {"num_open_requests": 0, "num_inexact": 0}
-    return SimpleNamespace(link_problem="", requests=(), disconnect=bool, **counts)
+    return SimpleNamespace(link_problem="", engine=None, requests=(), disconnect=bool, **counts)
 
 
 def test_a_replica_of_another_machine_that_is_not_connected_is_reported_once() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from protocol.api_core import AbortRequests, AddRequest, RequestOutput, decode_from_client
 from protocol.client import AsyncEngineClient, core_link
-from protocol.client.ledger import Ledger
+from protocol.client.ledger import Ledger, OpenLimits
 from protocol.client.open_requests import OpenRequests
 from protocol.message import encode
 from protocol.sampling import SamplingParams
@@ -50,7 +50,7 @@ class Wire:
     def __init__(self) -> None:
         self.now = 0.0
         self.sent: list[AddRequest] = []
-        self.open = OpenRequests(Ledger(1000, clock=lambda: self.now), self._send)
+        self.open = OpenRequests(Ledger(OpenLimits(1000), clock=lambda: self.now), self._send)
 
     def _send(self, body: bytes) -> None:
         self.now += 0.0001
