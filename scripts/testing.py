@@ -28,8 +28,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
+from protocol.process.run_dir import client_address
 from protocol.process.status import StatusLink
-from protocol.transport.channel import client_address
 
 TIMEOUT_S = 20.0
 LOAD_TIMEOUT_S = 90.0
@@ -149,16 +149,19 @@ class RunningEngine:
         assert url is not None
         return url
 
-    def get(self, path: str, body: bytes | None = None) -> Any:
-        """GET a path, or POST a body to it, and decode the JSON reply."""
+    def get(self, path: str) -> Any:
+        """GET a path and decode the JSON reply."""
+        return self._reply_to(path)
+
+    def post(self, path: str, **body: Any) -> Any:
+        """POST a JSON body and decode the JSON reply."""
+        return self._reply_to(path, json.dumps(body).encode())
+
+    def _reply_to(self, path: str, body: bytes | None = None) -> Any:
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(self.url() + path, body, headers)
         with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
             return json.loads(response.read())
-
-    def post(self, path: str, **body: Any) -> Any:
-        """POST a JSON body and decode the JSON reply."""
-        return self.get(path, json.dumps(body).encode())
 
     def readiness(self) -> Any:
         """Wait for the reply 200 of /readyz: the API is ready later than the supervisor reports."""

@@ -20,8 +20,8 @@ import msgspec
 from protocol import api_core, core_worker
 from protocol.client.sync_client import EngineClient
 from protocol.message import ProtocolError, unpack_header
+from protocol.process.run_dir import client_address
 from protocol.sampling import SamplingParams
-from protocol.transport.channel import client_address
 from protocol.transport.frame_sequence import Flag
 from scripts.testing import eventually
 

@@ -44,15 +44,9 @@ from protocol.message import MAX_TEXT
 from protocol.process.logs import configure_logging, log_label
 from protocol.process.prctl import die_with_parent
 from protocol.process.progress import ProgressReporter
-from protocol.process.run_dir import make_run_dir
+from protocol.process.run_dir import client_address, lifecycle_address, make_run_dir, worker_address
 from protocol.process.supervisor_link import SupervisorLink
-from protocol.transport.channel import (
-    DealerChannel,
-    HighWaterMark,
-    client_address,
-    lifecycle_address,
-    worker_address,
-)
+from protocol.transport.channel import DealerChannel, HighWaterMark
 
 if TYPE_CHECKING:
     import asyncio

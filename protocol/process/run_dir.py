@@ -1,7 +1,8 @@
-"""The directory of an engine's sockets: every process that can enter it is trusted.
+"""The directory of an engine's sockets, and their addresses in it.
 
-Its mode is the only access control, so only processes of the same user can connect. Each of several
-replicas has a directory within that of the engine.
+Every process that can enter the directory is trusted. Its mode is the only access control, so only
+processes of the same user can connect. Each of several replicas has a directory within that of the
+engine.
 """
 
 import os
@@ -9,8 +10,6 @@ import re
 import stat
 import tempfile
 from pathlib import Path
-
-from protocol.transport.channel import client_address, lifecycle_address
 
 MAX_IPC_PATH_BYTES = 107
 """The kernel's limit on the path of a socket file."""
@@ -71,6 +70,21 @@ def exchange_prefix(run_dir: str) -> str:
 def replica_dir(run_dir: str, replica: int) -> str:
     """Return the run directory of one of several replicas."""
     return f"{run_dir}/replica-{replica}"
+
+
+def client_address(run_dir: str) -> str:
+    """Return the address at which the core listens for clients."""
+    return f"ipc://{run_dir}/core.sock"
+
+
+def worker_address(run_dir: str) -> str:
+    """Return the address at which the core listens for workers."""
+    return f"ipc://{run_dir}/workers.sock"
+
+
+def lifecycle_address(run_dir: str) -> str:
+    """Return the address at which the supervisor listens."""
+    return f"ipc://{run_dir}/supervisor.sock"
 
 
 def core_addresses(run_dir: str, num_replicas: int) -> list[str]:

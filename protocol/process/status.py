@@ -16,7 +16,8 @@ from protocol.lifecycle import (
     decode_from_supervisor,
 )
 from protocol.message import NO_EPOCH, Message, ProtocolError, encode
-from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
+from protocol.process.run_dir import lifecycle_address
+from protocol.transport.channel import DealerChannel, HighWaterMark
 
 _DRAIN_LIMIT = 16
 _SLICE_S = 0.05

@@ -1,4 +1,4 @@
-"""Sockets: the only file that knows ZMQ options, addresses and frames.
+"""The sockets of the links: each frame once and in order, and a new beginning after a loss.
 
 Theory of operation. Binding sides are ROUTERs, connecting sides DEALERs with a random identity per
 incarnation. Every socket has LINGER 0, a high-water mark and a largest message; no call blocks.
@@ -115,21 +115,6 @@ class BadFrame(NamedTuple):
 
     peer: bytes
     reason: str
-
-
-def client_address(run_dir: str) -> str:
-    """Return the address at which the core listens for clients."""
-    return f"ipc://{run_dir}/core.sock"
-
-
-def worker_address(run_dir: str) -> str:
-    """Return the address at which the core listens for workers."""
-    return f"ipc://{run_dir}/workers.sock"
-
-
-def lifecycle_address(run_dir: str) -> str:
-    """Return the address at which the supervisor listens."""
-    return f"ipc://{run_dir}/supervisor.sock"
 
 
 def _has_file(address: str) -> bool:

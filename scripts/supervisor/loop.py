@@ -30,12 +30,8 @@ from protocol.process.child_handle import ChildHandle
 from protocol.process.child_runtime import EXIT_FATAL
 from protocol.process.failpoints import failpoint
 from protocol.process.machines import core_places
-from protocol.transport.channel import (
-    HighWaterMark,
-    Received,
-    RouterChannel,
-    lifecycle_address,
-)
+from protocol.process.run_dir import lifecycle_address
+from protocol.transport.channel import HighWaterMark, Received, RouterChannel
 from scripts.supervisor import actions
 from scripts.supervisor.actions import Action, Slot, api_slot
 from scripts.supervisor.deaths import Evidence

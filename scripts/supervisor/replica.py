@@ -15,9 +15,9 @@ from protocol.config import EngineConfig
 from protocol.lifecycle import Command, Fatal, Hello, Progress, Ready, Role
 from protocol.message import MAX_TEXT
 from protocol.process.progress import ProgressReporter
-from protocol.process.run_dir import replica_dir
+from protocol.process.run_dir import lifecycle_address, replica_dir
 from protocol.process.supervisor_link import SupervisorLink
-from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
+from protocol.transport.channel import DealerChannel, HighWaterMark
 
 _CONNECT_TIMEOUT_MS = 60_000
 _LINGER_MS = 1000

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from protocol.lifecycle import ProcessState, StatusReply
 from protocol.process import failpoints
-from protocol.transport.channel import client_address
+from protocol.process.run_dir import client_address
 from tests.chaos import processes
 from tests.chaos.client import Declined, StreamClient
 from tests.chaos.members import Member, Members

@@ -28,13 +28,8 @@ from protocol.client import AsyncEngineClient
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import Message, encode
-from protocol.transport.channel import (
-    HighWaterMark,
-    PeerGone,
-    Received,
-    RouterChannel,
-    client_address,
-)
+from protocol.process.run_dir import client_address
+from protocol.transport.channel import HighWaterMark, PeerGone, Received, RouterChannel
 
 FAST_TICK_S = 0.02
 """Period of the status reports under the fixture `fast_ticks`."""

@@ -10,6 +10,7 @@ import zmq
 
 from protocol import message
 from protocol.message import PROTOCOL_VERSION, pack_header
+from protocol.process.run_dir import client_address, lifecycle_address, worker_address
 from protocol.transport.channel import (
     MAX_FRAME_BYTES,
     BadFrame,
@@ -20,9 +21,6 @@ from protocol.transport.channel import (
     PeerGone,
     Received,
     RouterChannel,
-    client_address,
-    lifecycle_address,
-    worker_address,
 )
 from protocol.transport.frame_sequence import Flag
 from tests.protocol.relay import Relay
@@ -258,7 +256,7 @@ def test_a_peer_of_another_version_gets_a_frame_with_this_version(link: Link) ->
         other.setattr(message, "PROTOCOL_VERSION", 99)
         eventually(lambda: not list(link.dealer.drain(1)) and link.dealer.num_bad_frames == 1)
     assert link.dealer.last_bad_frame is not None
-    reason = f"peer speaks protocol {PROTOCOL_VERSION}, this program 99"
+    reason = f"peer has protocol {PROTOCOL_VERSION}, this program 99"
     assert link.dealer.last_bad_frame.reason == reason
 
 

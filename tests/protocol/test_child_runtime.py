@@ -27,7 +27,8 @@ from protocol.message import Message, encode
 from protocol.process import child_runtime, supervisor_link
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.progress_page import ProgressPage
-from protocol.transport.channel import HighWaterMark, Received, RouterChannel, lifecycle_address
+from protocol.process.run_dir import lifecycle_address
+from protocol.transport.channel import HighWaterMark, Received, RouterChannel
 
 TIMEOUT_S = 10.0
 EPOCH = 4

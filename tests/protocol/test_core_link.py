@@ -17,8 +17,9 @@ from protocol.api_core import RequestOutput, StepOutputs
 from protocol.client import AsyncEngineClient, ClientOptions, core_link
 from protocol.client.request_stream import RequestStream
 from protocol.message import encode, pack_header
+from protocol.process.run_dir import client_address
 from protocol.sampling import FinishReason, SamplingParams
-from protocol.transport.channel import MAX_FRAME_BYTES, DealerChannel, client_address
+from protocol.transport.channel import MAX_FRAME_BYTES, DealerChannel
 from tests.protocol.fake_core import (
     FAST_TICK_S,
     READY,

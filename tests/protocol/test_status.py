@@ -11,8 +11,9 @@ import zmq
 
 from protocol.lifecycle import StatusReply
 from protocol.message import encode
+from protocol.process.run_dir import lifecycle_address
 from protocol.process.status import StatusLink
-from protocol.transport.channel import HighWaterMark, RouterChannel, lifecycle_address
+from protocol.transport.channel import HighWaterMark, RouterChannel
 
 REPLY = StatusReply([], True, None)
 PATIENCE_S = 10.0

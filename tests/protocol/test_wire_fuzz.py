@@ -10,8 +10,9 @@ import pytest
 import zmq
 
 from protocol.message import encode, pack_header
+from protocol.process.run_dir import client_address
 from protocol.transport import multipart
-from protocol.transport.channel import HighWaterMark, RouterChannel, client_address
+from protocol.transport.channel import HighWaterMark, RouterChannel
 from protocol.transport.frame_sequence import Flag
 from tests.protocol.wire_corpus import DIRECTIONS, Direction
 

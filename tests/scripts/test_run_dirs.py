@@ -14,9 +14,8 @@ import pytest
 
 from protocol.config import ConfigError
 from protocol.config.setting_fields import flag_of
-from protocol.process.run_dir import exchange_prefix
+from protocol.process.run_dir import exchange_prefix, lifecycle_address
 from protocol.stores.tiers import SHARED_MEMORY
-from protocol.transport.channel import lifecycle_address
 from scripts.supervisor import run_dirs
 from scripts.supervisor.run_dirs import (
     RunDir,

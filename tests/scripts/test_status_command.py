@@ -25,8 +25,7 @@ from protocol.message import (
     encode,
     pack_header,
 )
-from protocol.process.run_dir import replica_dir
-from protocol.transport.channel import lifecycle_address
+from protocol.process.run_dir import lifecycle_address, replica_dir
 from scripts import restart, status
 
 
@@ -132,7 +131,7 @@ def supervisor(run_dir: str, make: Answer | None) -> Iterator[None]:
     context.destroy(linger=0)
 
 
-OTHER_VERSION = f"peer speaks protocol {PROTOCOL_VERSION ^ 1}, this program {PROTOCOL_VERSION}"
+OTHER_VERSION = f"peer has protocol {PROTOCOL_VERSION ^ 1}, this program {PROTOCOL_VERSION}"
 PROBLEMS: dict[str, tuple[Answer | None, str]] = {
     "silent": (None, "its supervisor has not answered within 0.5 s"),
     "version": (of_another_version, f"its answer cannot be read: {OTHER_VERSION}"),

@@ -9,13 +9,9 @@ from protocol.config import EngineConfig
 from protocol.lifecycle import Command, Drain, Hello, Role, Stop
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.progress import ProgressReporter
+from protocol.process.run_dir import client_address, lifecycle_address
 from protocol.process.supervisor_link import SupervisorLink
-from protocol.transport.channel import (
-    DealerChannel,
-    HighWaterMark,
-    client_address,
-    lifecycle_address,
-)
+from protocol.transport.channel import DealerChannel, HighWaterMark
 from tests.simulation.sockets import SimulatedSocket, WouldWait, make_context
 from tests.simulation.wire import Wire
 from tests.simulation.world import Process

@@ -15,7 +15,7 @@ from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.config import LoraConfig, RoutingPolicy
 from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
-from protocol.transport.channel import client_address
+from protocol.process.run_dir import client_address
 from tests.simulation.child import RUN_DIR
 from tests.simulation.children import StartOrder, Zygote
 from tests.simulation.client_process import ClientProcess

@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
+from protocol.process.run_dir import client_address
 from protocol.sampling import SamplingParams
-from protocol.transport.channel import client_address
 from scripts.testing import Engine, EngineFactory
 
 SHARE = 0.9

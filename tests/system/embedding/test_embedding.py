@@ -16,8 +16,8 @@ from protocol.client import AsyncEngineClient
 from protocol.client.errors import RequestFailed
 from protocol.client.sync_client import EngineClient
 from protocol.config.settings import configure
+from protocol.process.run_dir import client_address
 from protocol.sampling import FinishReason, SamplingParams
-from protocol.transport.channel import client_address
 from scripts.inprocess import InprocEngine
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -17,9 +17,9 @@ import pytest
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
 from protocol.process import failpoints
+from protocol.process.run_dir import client_address
 from protocol.process.status import StatusLink
 from protocol.sampling import SamplingParams
-from protocol.transport.channel import client_address
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system import long_steps
 from tests.system.conftest import EnginePool, SharedEngine

@@ -9,8 +9,8 @@ from protocol.client import AsyncEngineClient
 from protocol.client.errors import RequestQuarantined
 from protocol.lifecycle import Role
 from protocol.process import failpoints
+from protocol.process.run_dir import client_address
 from protocol.sampling import SamplingParams
-from protocol.transport.channel import client_address
 from scripts.testing import TIMEOUT_S, EngineFactory
 from tests.system.embedding.test_embedding import collect, expected_tokens
 

@@ -178,7 +178,7 @@ def test_commands_and_the_log_name_another_version(
     own, of_engine = message.PROTOCOL_VERSION + 1, message.PROTOCOL_VERSION
     monkeypatch.setattr(message, "PROTOCOL_VERSION", own)
     monkeypatch.setattr(restart, "_ANSWER_TIMEOUT_S", 0.5)  # no answer can be read
-    reason = f"peer speaks protocol {of_engine}, this program {own}"
+    reason = f"peer has protocol {of_engine}, this program {own}"
     for command_of, arguments in ((status.main, []), (restart.main, ["core"])):
         began = time.monotonic()
         assert command_of([*arguments, "--run-dir", engine.run_dir]) == 1
@@ -186,7 +186,7 @@ def test_commands_and_the_log_name_another_version(
         assert f"cannot be read: {reason}" in capsys.readouterr().err
     monkeypatch.undo()
     assert engine.ready()
-    reason = f"peer speaks protocol {own}, this program {of_engine}; if installed files were"
+    reason = f"peer has protocol {own}, this program {of_engine}; if installed files were"
     lines = [line for line in engine.log.splitlines() if "cannot be read" in line]
     assert [reason in line for line in lines] == [True], "one line in a minute"
 

@@ -18,8 +18,8 @@ import zmq
 
 from protocol.lifecycle import ProcessState, Role, StatusQuery
 from protocol.message import encode
-from protocol.process.run_dir import replica_dir
-from protocol.transport.channel import DealerChannel, HighWaterMark, lifecycle_address
+from protocol.process.run_dir import lifecycle_address, replica_dir
+from protocol.transport.channel import DealerChannel, HighWaterMark
 from scripts.supervisor.shutdown import STOP_GRACE_S
 from scripts.testing import (
     TIMEOUT_S,

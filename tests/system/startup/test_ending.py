@@ -8,8 +8,8 @@ import pytest
 
 from protocol.client import AsyncEngineClient
 from protocol.lifecycle import Role
+from protocol.process.run_dir import client_address
 from protocol.sampling import SamplingParams
-from protocol.transport.channel import client_address
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory
 from tests.system.null_load import null_tokens
 
