@@ -1,8 +1,8 @@
-"""The former name of `scripts.bench.scheduler`."""
+"""The former name of `python -m scripts.bench scheduler`."""
 
 import sys
 
-from scripts.bench.scheduler import main
+from scripts.bench.commands.scheduler import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -23,7 +23,7 @@ from typing import Any
 
 from protocol.config import RoutingPolicy
 from protocol.config.settings import OneLineParser
-from scripts.bench import machine, plots, report, scheduler
+from scripts.bench import machine, plots, report
 from scripts.bench.client import BenchError
 from scripts.bench.commands import (
     control,
@@ -32,6 +32,7 @@ from scripts.bench.commands import (
     prefill,
     routing,
     sampler,
+    scheduler,
     serving,
     startup,
 )
@@ -105,7 +106,7 @@ def _add_outputs(parser: argparse.ArgumentParser) -> None:
 
 def _add_rounds(parser: argparse.ArgumentParser, num_processes: int) -> None:
     parser.add_argument(
-        *("--against",),
+        "--against",
         type=named_url,
         action="append",
         default=[],
@@ -113,7 +114,7 @@ def _add_rounds(parser: argparse.ArgumentParser, num_processes: int) -> None:
         help="a running server with OpenAI's API to compare with; may be repeated",
     )
     parser.add_argument(
-        *("--load-processes",),
+        "--load-processes",
         type=_count(1),
         default=num_processes,
         metavar="N",
@@ -266,7 +267,6 @@ def make_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-
     for name, add_flags in _FLAGS.items():
         add_flags(commands.add_parser(name, allow_abbrev=False))
     return parser

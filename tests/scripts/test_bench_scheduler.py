@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from scripts.bench.scheduler import Plan, main
+from scripts.bench.commands.scheduler import main
+from scripts.bench.scheduler_costs import Plan
 
 TINY = (
     "--running 2 16 --waiting-behind 4 --waiting 50 --leaving 20"

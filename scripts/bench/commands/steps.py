@@ -1,7 +1,7 @@
 """An engine in this process that is stepped, with the time of each part of a step.
 
-The parts are functions of the engine that are replaced by timed ones; the engine knows nothing of
-it. The core and the runner are those of the processes, and take turns.
+The parts are functions of the engine that are replaced by timed ones, without a change of the
+engine. The core and the runner are those of the processes, and take turns.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from protocol.config import ConfigError
 from protocol.core_worker import ModelFacts
 from protocol.sampling import SamplingParams
 from scripts.bench.client import BenchError
-from scripts.bench.scheduler import production_gc
+from scripts.bench.scheduler_costs import production_gc
 from scripts.bench.workloads import Request
 from scripts.inprocess import InprocEngine
 from scripts.supervisor.checks import complete_config
