@@ -318,21 +318,10 @@ class MetricsCollector(Collector):
         if facts is not None:
             yield self._info(facts)
             yield self._cache_info(facts)
-        name, text = (
-            metric_name("request_success"),
-            "Sequences that ended, by reason; error: the engine failed. Refused ones do not count.",
-        )
-        ended = CounterMetricFamily(name, text, labels=["model_name", "finished_reason"])
-        for reason in _REASONS:
-            count = sum(each.num_finished[reason] for each in metrics)
-            ended.add_metric([self._model_name, reason], count)
-        yield ended
-        name, text = (
-            "slow_readers_dropped",
-            "Connections dropped because their clients did not read.",
-        )
+        yield self._ended()
+        text = "Connections dropped because their clients did not read."
         num_slow_readers = sum(each.num_slow_readers for each in metrics)
-        yield self._family(CounterMetricFamily, name, text, num_slow_readers)
+        yield self._family(CounterMetricFamily, "slow_readers_dropped", text, num_slow_readers)
         for histogram in _sum(metrics):
             name, text = metric_name(histogram.name), histogram.text
             family = HistogramMetricFamily(name, text, labels=["model_name"])
@@ -375,6 +364,17 @@ class MetricsCollector(Collector):
             adapters = [",".join(getattr(stats, field)) for field in fields]
             info.add_metric([*values, max_loras, *adapters], time.time())
         return info
+
+    def _ended(self) -> Metric:
+        text = (
+            "Sequences that ended, by reason; error: the engine failed. Refused ones do not count."
+        )
+        labels = ["model_name", "finished_reason"]
+        ended = CounterMetricFamily(metric_name("request_success"), text, labels=labels)
+        for reason in _REASONS:
+            count = sum(each.num_finished[reason] for each in self._metrics)
+            ended.add_metric([self._model_name, reason], count)
+        return ended
 
     def _info(self, facts: ModelFacts) -> Metric:
         text = "What the worker reported about its model; always 1."

@@ -105,6 +105,13 @@ def grammar_of(body: Constrained) -> Grammar | None:
     return grammar
 
 
+def grammar_of_outputs(form: StructuredOutputs) -> Grammar:
+    """Return the grammar of `structured_outputs` alone; errors as `grammar_of`."""
+    grammar = _from_structured_outputs(form)
+    _check_length(grammar.source, "structured_outputs")
+    return grammar
+
+
 def name_field(error: RequestError, body: Constrained) -> RequestError:
     """Return an error about the grammar, with the name of the field that it came from."""
     if error.param != "grammar":

@@ -13,8 +13,9 @@ from typing import Generic, Protocol, TypeVar
 
 import msgspec
 
-from api_proc.errors import ApiError, code_of_id, from_decoding
+from api_proc.errors import ApiError
 from api_proc.fairness.fair_gate import FairGate
+from api_proc.http.decoding_errors import code_of_id, from_decoding
 from api_proc.http.json_scan import IdRun, JsonScan
 from api_proc.http.nested_names import NestedNames
 from api_proc.text.shared_ids import shared_ids

@@ -5,8 +5,9 @@ from typing import Any, TypeGuard
 
 import msgspec
 
-from api_proc.errors import ApiError, from_decoding
+from api_proc.errors import ApiError
 from api_proc.generation.messages import Messages, check_chat_prompt
+from api_proc.http.decoding_errors import from_decoding
 from api_proc.text.output_sequence import Prompt
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import EncodeOptions

@@ -9,7 +9,7 @@ import msgspec
 
 from api_proc.bodies import RepetitionDetection, ThinkingTokenBudget
 from api_proc.errors import ApiError
-from api_proc.generation.structured import ResponseFormat, Schema, StructuredOutputs, grammar_of
+from api_proc.generation.structured import StructuredOutputs, grammar_of_outputs
 from api_proc.params import as_bad_words, bad_word_ids, nth_seed, room_for_output
 from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import TextTokenizer
@@ -86,7 +86,8 @@ class SamplingParams(msgspec.Struct):
 
     def grammar(self) -> sampling.Grammar | None:
         """Return the constraint as the engine takes it."""
-        return grammar_of(_Constrained(structured_outputs=self.structured_outputs))
+        outputs = self.structured_outputs
+        return None if outputs is None else grammar_of_outputs(outputs)
 
     def detection(self) -> sampling.RepetitionDetection | None:
         """Return the repetition detection as the engine takes it."""
@@ -107,20 +108,6 @@ def convert_fields(params: msgspec.Struct, hints: Mapping[str, Any]) -> None:
             setattr(params, name, msgspec.convert(value, hint))
         except msgspec.ValidationError as error:
             raise ValueError(read_field_error(str(error), repr(value)).about(name)) from None
-
-
-class _Constrained(msgspec.Struct, kw_only=True):
-    """The fields of a request body that confine its answer."""
-
-    response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: Schema | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
-    guided_whitespace_pattern: str | None = None
-    json_schema: Schema | None = None
-    grammar: str | None = None
 
 
 _HINTS = typing.get_type_hints(SamplingParams, include_extras=True)

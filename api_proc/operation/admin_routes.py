@@ -6,8 +6,9 @@ from urllib.parse import parse_qsl
 
 import msgspec
 
-from api_proc.errors import ApiError, from_decoding, from_request_error, invalid, unavailable
+from api_proc.errors import ApiError, from_request_error, invalid, unavailable
 from api_proc.http.connection import Connection
+from api_proc.http.decoding_errors import from_decoding
 from api_proc.state import ApiState
 from protocol.api_core import PauseMode
 from protocol.client.errors import RequestFailed

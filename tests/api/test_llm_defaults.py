@@ -1,0 +1,63 @@
+"""The checkpoint's own sampling parameters in the Python interface."""
+
+from pathlib import Path
+from typing import Unpack
+
+import msgspec
+
+from api_proc.llm import LLM, SamplingParams
+from protocol import sampling
+from protocol.api_core import EngineStats, RequestOutput
+from protocol.client.ledger import RequestOptions
+from protocol.sampling import FinishReason
+from tests.api.fake_engine import FACTS
+
+
+class OneTokenEngine:
+    """Ends every request after one token, and records its parameters."""
+
+    def __init__(self, checkpoint: Path) -> None:
+        self.facts = msgspec.structs.replace(FACTS, model=str(checkpoint))
+        self.params: list[sampling.SamplingParams] = []
+        self._open: list[int] = []
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._open)
+
+    def submit(
+        self,
+        prompt_token_ids: list[int],
+        params: sampling.SamplingParams,
+        **options: Unpack[RequestOptions],
+    ) -> int:
+        self.params.append(params)
+        self._open.append(len(self.params))
+        return self._open[-1]
+
+    def cancel(self, request_id: int) -> None:
+        self._open.remove(request_id)
+
+    def step(self) -> list[RequestOutput]:
+        ended, self._open = self._open, []
+        return [RequestOutput(request_id, 0, [5], FinishReason.LENGTH) for request_id in ended]
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+
+def test_the_checkpoints_own_parameters_are_shown_and_apply_to_prompts_without_any(
+    checkpoint: Path,
+) -> None:
+    engine = OneTokenEngine(checkpoint)
+    with LLM(str(checkpoint), engine=engine) as llm:
+        shown = llm.get_default_sampling_params()
+        assert shown == SamplingParams(temperature=0.25, top_k=7)
+        llm.generate("Hello", use_tqdm=False)
+        shown.max_tokens = 1
+        assert llm.get_default_sampling_params().max_tokens == 16, "each call returns new ones"
+        llm.generate(["Hello", "Hello"], shown, use_tqdm=False)
+        llm.generate("Hello", SamplingParams(), use_tqdm=False)
+    assert [each.max_tokens for each in engine.params] == [16, 1, 1, 16]
+    assert [each.temperature for each in engine.params] == [0.25, 0.25, 0.25, 1.0]
+    assert [each.top_k for each in engine.params] == [7, 7, 7, 0]
