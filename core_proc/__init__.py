@@ -1,1 +1,1 @@
-"""EngineCore: it handles requests, tokens and blocks, and knows nothing of text or tensors."""
+"""The core process: it schedules requests and their KV blocks, without text and without tensors."""

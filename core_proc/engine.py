@@ -390,8 +390,9 @@ class EngineCore:
     def _unblocked(self, requests: Iterable[Request]) -> None:
         """Unblock requests that have what they waited for, unless they need something else."""
         for request in requests:
-            if not (self.adapters.holds(request) or self.grammars.holds(request)):
-                self.quarantine.unblocked(request)
+            if self.adapters.hold_if_unready(request) or self.grammars.hold_if_unready(request):
+                continue
+            self.quarantine.unblocked(request)
 
     @property
     def is_sleep_due(self) -> bool:

@@ -106,12 +106,8 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
     ) -> "SchedulerOptions":
         """Take the settings from `config`, and all else from the workers' report."""
         values: dict[str, Any] = {}
-        for source in (
-            config.cache,
-            config.scheduler,
-            config.parallel,
-            facts,
-        ):  # facts replace what was asked for
+        # The facts come last: they replace what was asked for.
+        for source in (config.cache, config.scheduler, config.parallel, facts):
             values |= {name: getattr(source, name) for name in source.__struct_fields__}
         values |= {
             "num_blocks": facts.num_gpu_blocks,

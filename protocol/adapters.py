@@ -1,4 +1,4 @@
-"""LoRA adapters as all processes know them: a name, a directory, and the contents of its files.
+"""LoRA adapters in all processes: a name, a directory, and a digest of the files in it.
 
 An adapter is identified by the digest of its two files. A worker that reads other bytes refuses it,
 so a request continues on a new worker with the weights that it began with, or not at all.

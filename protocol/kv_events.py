@@ -23,7 +23,7 @@ Subscription = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 earlier subscription."""
 
 
-class BlocksStored(Record, tag="stored", frozen=True):
+class BlocksStored(Record, tag="stored"):
     """Full blocks, consecutive in one request, can be hit from now on."""
 
     block_hashes: list[BlockHash]
@@ -37,21 +37,21 @@ class BlocksStored(Record, tag="stored", frozen=True):
     adapter_id: int
 
 
-class BlocksRemoved(Record, tag="removed", frozen=True):
+class BlocksRemoved(Record, tag="removed"):
     """Contents were dropped: no block holds one of these hashes any more."""
 
     block_hashes: list[BlockHash]
     group: int
 
 
-class AllBlocksCleared(Record, tag="cleared", frozen=True):
+class AllBlocksCleared(Record, tag="cleared"):
     """The cache is empty."""
 
 
 KVEvent = BlocksStored | BlocksRemoved | AllBlocksCleared
 
 
-class SubscribeKVEvents(Message, frozen=True):
+class SubscribeKVEvents(Message):
     """Client → core: send all events until `UnsubscribeKVEvents` or the end of the connection.
 
     A second one replaces the subscription of this connection.
@@ -62,11 +62,11 @@ class SubscribeKVEvents(Message, frozen=True):
     """First number wanted. None, or a number that is not kept: begin with a snapshot."""
 
 
-class UnsubscribeKVEvents(Message, frozen=True):
+class UnsubscribeKVEvents(Message):
     """Client → core: end the subscription."""
 
 
-class KVEventBatch(Message, frozen=True):
+class KVEventBatch(Message):
     """Core → client: events in order."""
 
     subscription: Subscription
@@ -77,7 +77,7 @@ class KVEventBatch(Message, frozen=True):
     events: list[KVEvent]
 
 
-class KVEventsRefused(Message, frozen=True):
+class KVEventsRefused(Message):
     """Core → client: the subscription is refused; the text gives the reason."""
 
     subscription: Subscription

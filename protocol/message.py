@@ -1,4 +1,4 @@
-"""The base of the wire: structs, frame header, typed encoding and decoding.
+"""The base of the wire: structs, frame header, typed encoding and decoding, token ids.
 
 A message on any link is two ZMQ frames: a fixed header (magic, version, epoch, sequence number,
 flags, checksum) and a msgpack body. Bodies are positional (`array_like`) tagged structs: append
@@ -21,83 +21,17 @@ PROTOCOL_VERSION = 16
 
 MAGIC = 0x4B54
 """The bytes `TK`, little-endian."""
+NO_EPOCH = 0
+"""The epoch in frames whose sender has not agreed on one."""
 
 _FIELDS = struct.Struct("<HHIQI")
 _CHECKSUM = struct.Struct("<I")
 _HEADER = struct.Struct("<HHIQII")
 HEADER_BYTES = _HEADER.size
-
-TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
-MAX_TOKEN_IDS = 2**21
-TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKEN_IDS)]
-PackedTokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKEN_IDS)]
-"""Ids as unsigned 32-bit little-endian numbers: encoding a long prompt is one copy."""
-
-
-def pack_token_ids(token_ids: Iterable[int]) -> bytes:
-    """Pack ids; an array of type "I" is copied as it is."""
-    ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
-    return _little_endian(ids).tobytes()
-
-
-def unpack_token_array(packed: bytes) -> "array[int]":
-    """Unpack ids into an array of type "I"; ProtocolError unless they have 4 bytes each."""
-    if len(packed) % 4:
-        raise ProtocolError(f"packed token ids have {len(packed)} bytes, not a multiple of 4")
-    return _little_endian(array("I", packed))
-
-
-def unpack_token_ids(packed: bytes) -> list[int]:
-    """Unpack ids into a list; errors as `unpack_token_array`."""
-    return unpack_token_array(packed).tolist()
-
-
-def unpack_floats(packed: bytes) -> "array[float]":
-    """Unpack numbers of 32 bits, little-endian, into an array of type "f"."""
-    numbers = array("f", packed)
-    if sys.byteorder == "big":
-        numbers.byteswap()
-    return numbers
-
-
 _PIECE_BYTES = 2**16
+"""Bytes of packed ids that are compared at once."""
 
-
-@functools.cache
-def _lanes(value: int) -> int:
-    """Return the number whose 32-bit lanes all hold `value`."""
-    return int.from_bytes(value.to_bytes(4, "little") * (_PIECE_BYTES // 4), "little")
-
-
-def has_ids_from(packed: bytes, bound: int) -> bool:
-    """Return whether any packed id is `bound` or more; faster than comparing ids one by one.
-
-    Each id is a 32-bit lane of one long integer. Adding 2**31 - bound to all lanes sets the highest
-    bit of exactly those lanes that are too large, and one mask tests all of these bits.
-    """
-    addend, highest_bits = _lanes(2**31 - bound), _lanes(2**31)
-    for start in range(0, len(packed), _PIECE_BYTES):
-        ids = int.from_bytes(packed[start : start + _PIECE_BYTES], "little")
-        if (ids | ids + addend) & highest_bits:
-            return True
-    return False
-
-
-def _little_endian(ids: "array[int]") -> "array[int]":
-    if sys.byteorder == "big":
-        ids = ids[:]
-        ids.byteswap()
-    return ids
-
-
-MAX_REQUEST_ID = 2**53
-"""Ids of requests are less: all languages can read them."""
-RequestId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REQUEST_ID)]
-MAX_TEXT = 4096
-"""Characters of a `Text`; senders cut longer ones."""
-Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
-Tenant = Annotated[str, msgspec.Meta(max_length=256)]
-Origin = Annotated[str, msgspec.Meta(max_length=64)]
+# Messages ---------------------------------------------------------------------------------------
 
 
 class Message(
@@ -110,8 +44,7 @@ class Record(msgspec.Struct, array_like=True, frozen=True, gc=False, forbid_unkn
     """A row inside a message: positional fields without a tag."""
 
 
-NO_EPOCH = 0
-"""The epoch in frames whose sender has not agreed on one."""
+# Frames -----------------------------------------------------------------------------------------
 
 
 class ProtocolError(Exception):
@@ -153,9 +86,11 @@ def unpack_header(frame: bytes, body: bytes) -> Header:
     if magic != MAGIC:
         raise ProtocolError(f"header starts with {magic:#06x} instead of {MAGIC:#06x}")
     if version != PROTOCOL_VERSION:
-        raise OtherVersion(f"peer speaks protocol {version}, this program {PROTOCOL_VERSION}")
+        raise OtherVersion(f"peer has protocol {version}, this program {PROTOCOL_VERSION}")
     return Header(epoch, seq, flags)
 
+
+# Bodies -----------------------------------------------------------------------------------------
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -176,3 +111,76 @@ class Decoder(Generic[T]):
             raise ProtocolError(str(error)) from error
         except (RecursionError, OverflowError, MemoryError) as error:
             raise ProtocolError(f"body cannot be decoded: {type(error).__name__}") from error
+
+
+# Types of fields --------------------------------------------------------------------------------
+
+MAX_REQUEST_ID = 2**53
+"""Ids of requests are less: all languages can read them."""
+RequestId = Annotated[int, msgspec.Meta(ge=0, lt=MAX_REQUEST_ID)]
+MAX_TEXT = 4096
+"""Characters of a `Text`; senders cut longer ones."""
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT)]
+Tenant = Annotated[str, msgspec.Meta(max_length=256)]
+Origin = Annotated[str, msgspec.Meta(max_length=64)]
+
+# Token ids --------------------------------------------------------------------------------------
+
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+MAX_TOKEN_IDS = 2**21
+TokenIds = Annotated[list[TokenId], msgspec.Meta(max_length=MAX_TOKEN_IDS)]
+PackedTokenIds = Annotated[bytes, msgspec.Meta(max_length=4 * MAX_TOKEN_IDS)]
+"""Ids as unsigned 32-bit little-endian numbers: encoding a long prompt is one copy."""
+
+
+def pack_token_ids(token_ids: Iterable[int]) -> bytes:
+    """Pack ids; an array of type "I" is copied as it is."""
+    ids = token_ids if isinstance(token_ids, array) else array("I", token_ids)
+    return _little_endian(ids).tobytes()
+
+
+def unpack_token_array(packed: bytes) -> "array[int]":
+    """Unpack ids into an array of type "I"; ProtocolError unless they have 4 bytes each."""
+    if len(packed) % 4:
+        raise ProtocolError(f"packed token ids have {len(packed)} bytes, not a multiple of 4")
+    return _little_endian(array("I", packed))
+
+
+def unpack_token_ids(packed: bytes) -> list[int]:
+    """Unpack ids into a list; errors as `unpack_token_array`."""
+    return unpack_token_array(packed).tolist()
+
+
+def unpack_floats(packed: bytes) -> "array[float]":
+    """Unpack numbers of 32 bits, little-endian, into an array of type "f"."""
+    numbers = array("f", packed)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+@functools.cache
+def _lanes(value: int) -> int:
+    """Return the number whose 32-bit lanes all hold `value`."""
+    return int.from_bytes(value.to_bytes(4, "little") * (_PIECE_BYTES // 4), "little")
+
+
+def has_ids_from(packed: bytes, bound: int) -> bool:
+    """Return whether any packed id is `bound` or more; faster than comparing ids one by one.
+
+    Each id is a 32-bit lane of one long integer. Adding 2**31 - bound to all lanes sets the highest
+    bit of exactly those lanes that are too large, and one mask tests all of these bits.
+    """
+    addend, highest_bits = _lanes(2**31 - bound), _lanes(2**31)
+    for start in range(0, len(packed), _PIECE_BYTES):
+        ids = int.from_bytes(packed[start : start + _PIECE_BYTES], "little")
+        if (ids | ids + addend) & highest_bits:
+            return True
+    return False
+
+
+def _little_endian(ids: "array[int]") -> "array[int]":
+    if sys.byteorder == "big":
+        ids = ids[:]
+        ids.byteswap()
+    return ids

@@ -1,1 +1,1 @@
-"""Commands around the three processes: start, test, measure, replay."""
+"""Commands that start, watch and measure engines, and the processes that they need besides."""

@@ -41,8 +41,6 @@ class _Load(NamedTuple):
     message: LoadBlocks
     entries: list[int]
     """The table entry of each block."""
-    num_hit: int
-    """Number of leading entries that are not read."""
     num_cached: int
     """Number of leading blocks that need not be computed even without the load."""
     end: int
@@ -108,18 +106,12 @@ class Offload:
         return self._max_loads - len(self._loads)
 
     def begin(
-        self,
-        request: Request,
-        num_hit: int,
-        block_size: int,
-        *,
-        num_cached: int | None = None,
-        has_state: bool = False,
+        self, request: Request, num_hit: int, block_size: int, *, num_cached: int, has_state: bool
     ) -> None:
         """Read the blocks of a request's tables after the first `num_hit`.
 
-        With `has_state`, the last table is that of its state block, which is read too. Fewer blocks
-        may then be useful without the load: `num_cached`.
+        With `has_state`, the last table is that of its state block, which is read too. Without the
+        load, only the first `num_cached` blocks need not be computed.
         """
         entries, block_ids, keys = [], [], []
         tables, end = request.block_tables, len(request.block_tables[0])
@@ -135,12 +127,11 @@ class Offload:
                     block_ids.append(table[entry])
                     keys.append(group_key(request.block_hashes[entry], group))
         source = request.blocks_at if self.remote.has_any(request) else ""
-        first = num_hit if num_cached is None else num_cached
-        limit_ms = self.costs.limit_ms((end - first) * block_size) if source else 0
+        limit_ms = self.costs.limit_ms((end - num_cached) * block_size) if source else 0
         message = LoadBlocks(
             request.req_id, block_ids, keys, state_block_id, state_key, source, limit_ms
         )
-        self._loads[request.req_id] = _Load(message, entries, num_hit, first, end)
+        self._loads[request.req_id] = _Load(message, entries, num_cached, end)
         self._unsent.append(message)
 
     def end(self, answer: BlocksLoaded, block_size: int) -> int | None:

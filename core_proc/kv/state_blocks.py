@@ -201,14 +201,9 @@ class StateBlocks:
         """
         entries = self._unhashed.pop(request, [])
         num_hashes = len(request.block_hashes)
-        table = request.block_tables[-1]
         for entry in entries:
             if entry < num_hashes:
-                if not self._is_cached(request, entry):
-                    key = group_key(request.block_hashes[entry], self._group)
-                    self.pool.remember(table[entry], key)
-                    if self._on_cached is not None:
-                        self._on_cached(table[entry], key)
+                self._cache(request, entry)
                 self._release_entry(request, entry)
         if left := [entry for entry in entries if entry >= num_hashes]:
             self._unhashed[request] = left
@@ -232,13 +227,17 @@ class StateBlocks:
 
         If it comes from another machine, it is stored on this one.
         """
-        table = request.block_tables[-1]
-        entry = len(table) - 1
-        if not self._is_cached(request, entry):
-            key = group_key(request.block_hashes[entry], self._group)
-            self.pool.remember(table[entry], key)
-            if self._on_cached is not None:
-                self._on_cached(table[entry], key)
+        self._cache(request, len(request.block_tables[-1]) - 1)
+
+    def _cache(self, request: Request, entry: int) -> None:
+        """Cache the state of an entry whose hash is known, unless it is cached already."""
+        if self._is_cached(request, entry):
+            return
+        block_id = request.block_tables[-1][entry]
+        key = group_key(request.block_hashes[entry], self._group)
+        self.pool.remember(block_id, key)
+        if self._on_cached is not None:
+            self._on_cached(block_id, key)
 
     def _allocate(self) -> int:
         if self.pool.num_free == 0:

@@ -152,7 +152,7 @@ class Adapters:
         else:
             self._put_waiting(entry, request)
             self._ask_for_turn(entry)
-        self.holds(request)
+        self.hold_if_unready(request)
         self._has_news = True
 
     def _entry(self, adapter: Adapter) -> _Entry:
@@ -175,7 +175,7 @@ class Adapters:
             for other in self._with_turn:
                 self._cut(other)
 
-    def holds(self, request: Request) -> bool:
+    def hold_if_unready(self, request: Request) -> bool:
         """Block a request's admission if its adapter is not ready; return whether it is blocked."""
         if request.adapter_id == 0:
             return False
@@ -322,7 +322,7 @@ class Adapters:
                 yield request
 
     def _release(self, request: Request) -> bool:
-        """Return whether a request was waiting for its adapter, and is not any more."""
+        """Unblock a request if it waits for its adapter; return whether it did."""
         if request.status is not RequestStatus.WAITING_FOR_ADAPTER:
             return False
         self._scheduler.unblock(request.req_id, RequestStatus.WAITING_FOR_ADAPTER)

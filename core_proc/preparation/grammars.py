@@ -82,14 +82,15 @@ class Grammars:
         if grammar in self._entries or self._unproven.has_room(account):
             return False
         # Those of requests that have ended are not worth the wait.
-        self._unsent.keep(self._is_waiting)
+        self._unsent.keep(self._keep_if_waiting)
         return not self._unproven.has_room(account)
 
-    def _is_waiting(self, entry: _Entry) -> bool:
-        """Return whether an entry is to be sent and a request waits for it; drop others."""
-        return entry.is_unsent and self._is_wanted(entry)
+    def _keep_if_waiting(self, entry: _Entry) -> bool:
+        """Return whether an entry is to be sent; drop it instead if no request has it any more."""
+        return entry.is_unsent and self._keep_if_wanted(entry)
 
-    def _is_wanted(self, entry: _Entry) -> bool:
+    def _keep_if_wanted(self, entry: _Entry) -> bool:
+        """Drop an entry that no request has any more; return whether it stays."""
         if not entry.forget_ended():
             self._drop(entry)
             return False
@@ -147,7 +148,7 @@ class Grammars:
         self._has_unsent = False
         while taken := self._unsent.take(self._window.has_room):
             account, entry = taken
-            if self._is_waiting(entry):
+            if self._keep_if_waiting(entry):
                 entry.is_unsent = False
                 self._sent[entry.grammar_id] = account
                 self._window.enter(account)
@@ -211,7 +212,7 @@ class Grammars:
         for request in entry.requests:
             self._put(account_of(request), entry)
 
-    def holds(self, request: Request) -> bool:
+    def hold_if_unready(self, request: Request) -> bool:
         """Block a request's admission if its grammar is not ready; return whether it is blocked."""
         grammar = request.sampling_params.grammar
         if grammar is None or self._entries[grammar].is_ready:
@@ -226,7 +227,7 @@ class Grammars:
         self._unsent.clear()
         for entry in list(self._entries.values()):
             entry.is_ready = False
-            if self._is_wanted(entry):
+            if self._keep_if_wanted(entry):
                 self._let_send(entry)
                 for request in entry.requests:
                     self._scheduler.hold(request, RequestStatus.WAITING_FOR_GRAMMAR)
