@@ -21,7 +21,8 @@ _USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows 
                                       answer a file of requests in OpenAI's batch format
        troika status [flags]          show the processes of a running engine
        troika restart ROLE [flags]    replace the api, core or worker of a running engine
-       troika keys DIR NAME...        make keys for engines and clients on several machines"""
+       troika keys DIR NAME...        make keys for engines and clients on several machines
+       troika COMMAND --help          show the flags of a command"""
 
 
 def main() -> int:

@@ -151,8 +151,8 @@ def _start(module: str, run_dir: Path, stack: contextlib.ExitStack) -> None:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser("python -m scripts.wiretap", description=__doc__)
-    parser.add_argument("--streams", type=int, default=2, help="requests at a time; default: 2")
-    parser.add_argument("--tokens", type=int, default=8, help="of each request; default: 8")
+    parser.add_argument("--streams", type=int, default=2, help="requests at a time (default: 2)")
+    parser.add_argument("--tokens", type=int, default=8, help="of each request (default: 8)")
     run(**vars(parser.parse_args(argv)))
 
 

@@ -99,9 +99,13 @@ def fill_vocabulary(file: Path, size: int) -> None:
 
 def main() -> None:
     """Write the directory."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--shape", choices=SHAPES, default="135m")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.make_bench_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where it is written")
+    parser.add_argument("--shape", choices=SHAPES, default="135m", help="default: 135m")
     arguments = parser.parse_args()
     directory, shape = arguments.directory, arguments.shape
     make_model(shape).save_pretrained(directory)

@@ -65,13 +65,22 @@ def _layer(name: str) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser("make_draft_model", description=__doc__)
-    parser.add_argument("model", help="a checkpoint directory, or the name of a bundled model")
-    parser.add_argument("directory", type=Path)
-    parser.add_argument("--layers", type=int, help="how many of the first layers; default: all")
-    parser.add_argument("--noise", type=float, default=0.0)
-    parser.add_argument("--faded-model", type=Path, metavar="DIR")
-    parser.add_argument("--fade", type=float, default=0.1, metavar="FACTOR")
+    parser = argparse.ArgumentParser(
+        prog="python -m scripts.bench.make_draft_model",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    text = "a checkpoint directory, or the name of a bundled model"
+    parser.add_argument("model", metavar="MODEL", help=text)
+    parser.add_argument("directory", type=Path, metavar="DIR", help="where the draft is written")
+    text = "how many of the first layers (default: all)"
+    parser.add_argument("--layers", type=int, metavar="N", help=text)
+    text = "noise as a share of each matrix's spread (default: 0)"
+    parser.add_argument("--noise", type=float, default=0.0, metavar="SHARE", help=text)
+    text = "where the model with faded layers is written"
+    parser.add_argument("--faded-model", type=Path, metavar="DIR", help=text)
+    text = "what its other layers add is scaled by this (default: 0.1)"
+    parser.add_argument("--fade", type=float, default=0.1, metavar="FACTOR", help=text)
     arguments = parser.parse_args()
     if arguments.faded_model is not None and arguments.layers is None:
         parser.error("--faded-model needs --layers")

@@ -27,6 +27,17 @@ from scripts.bench.scheduler_costs import (
     measure_waiting_memory,
 )
 
+_FLAG_TEXTS = {
+    "running": "running requests of the steady decode",
+    "waiting_behind": "running requests in front of those that wait",
+    "waiting": "waiting requests",
+    "leaving": "running requests of the client that disconnects",
+    "admissions": "admissions in each repetition",
+    "steps": f"steps in each repetition, a multiple of {BLOCK_SIZE}",
+    "repeats": "repetitions",
+    "steps_in_flight": "steps that are sent before the first returns",
+}
+
 
 class Report(msgspec.Struct, frozen=True):
     """All that was measured."""
@@ -127,11 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     plan = Plan()
     parser = argparse.ArgumentParser(prog="python -m scripts.bench scheduler", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--running", nargs="+", type=int, default=plan.running, metavar="N")
     for name, default in msgspec.structs.asdict(plan).items():
-        if name != "running":
-            flag = f"--{name.replace('_', '-')}"
-            parser.add_argument(flag, type=int, default=default, metavar="N")
+        flag = f"--{name.replace('_', '-')}"
+        shown = " ".join(map(str, default)) if name == "running" else default
+        text = f"{_FLAG_TEXTS[name]} (default: {shown})"
+        nargs = "+" if name == "running" else None
+        parser.add_argument(flag, nargs=nargs, type=int, default=default, metavar="N", help=text)
     settings = vars(parser.parse_args(argv))
     as_json = settings.pop("json")
     try:
