@@ -18,19 +18,22 @@ class SharedBound:
         self.total = 0
         self._held: Counter[str] = Counter()
 
-    def has_room(self, more: int) -> bool:
-        """Return whether the bound permits `more`."""
-        return self.total + more <= self.limit
+    def has_room(self, more: int, freed: int = 0) -> bool:
+        """Return whether the bound permits `more`, once `freed` is no longer held."""
+        return self.total - freed + more <= self.limit
 
-    def has_share(self, client: str | None, more: int, own: int = 0, freed: int = 0) -> bool:
-        """Return whether the share of a client permits `more`, once others have `freed` some.
+    def has_share(
+        self, client: str | None, more: int, own: int = 0, *, freed: int = 0, freed_own: int = 0
+    ) -> bool:
+        """Return whether the share of a client permits `more`, once `freed` is no longer held.
 
-        None has no share. A request that holds `own` may have any size if it is the only one of its
-        client.
+        The client itself holds `freed_own` of that. None has no share. A request that holds `own`
+        may have any size if it is the only one of its client.
         """
-        if client is None or self._held[client] == own:
+        held = 0 if client is None else self._held[client] - freed_own
+        if client is None or held == own:
             return True
-        return has_share(self._held[client], self.limit - self.total + freed, more)
+        return has_share(held, self.limit - self.total + freed, more)
 
     def add(self, client: str | None, more: int) -> None:
         """Count what a client takes, or returns if `more` is negative, whatever the bound is."""
@@ -89,6 +92,23 @@ class ClientBudget:
     def num_of(self, client: str) -> int:
         """Return the number of a client's sequences."""
         return self._sequences.held_by(client)
+
+
+class Freed:
+    """What the ends of some requests would free, in total and of what one client holds."""
+
+    def __init__(self, holder: str | None) -> None:
+        self.holder = holder
+        self.num_requests = self.num_own_requests = 0
+        self.num_bytes = self.num_own_bytes = 0
+
+    def add(self, lease: "Lease") -> None:
+        """Add the end of one more request."""
+        self.num_requests += 1
+        self.num_bytes += lease.num_bytes
+        if lease.holder == self.holder:
+            self.num_own_requests += 1
+            self.num_own_bytes += lease.num_bytes
 
 
 class Budget:
@@ -158,13 +178,26 @@ class Budget:
         requests.add(holder, 1)
         return lease
 
-    def is_full(self, num_bytes: int, holder: str | None) -> bool:
-        """Return whether a client may have one more request, and only the bounds of all refuse it.
+    def has_room(self, num_bytes: int, freed: Freed) -> bool:
+        """Return whether the bounds of all permit one more request, once others have ended.
 
         The request holds `num_bytes`.
         """
-        has_room = self._requests.has_room(1) and self._bytes.has_room(num_bytes)
-        return not has_room and self._requests.has_share(holder, 1, freed=1)
+        if not self._requests.has_room(1, freed.num_requests):
+            return False
+        num_held = self._bytes.total - freed.num_bytes
+        return not num_held or self._bytes.has_room(num_bytes, freed.num_bytes)
+
+    def has_share(self, num_bytes: int, freed: Freed) -> bool:
+        """Return whether the shares of a client permit one more request, once others have ended.
+
+        The request holds `num_bytes`.
+        """
+        ends, end_bytes = freed.num_requests, freed.num_bytes
+        own, own_bytes = freed.num_own_requests, freed.num_own_bytes
+        return self._requests.has_share(
+            freed.holder, 1, freed=ends, freed_own=own
+        ) and self._bytes.has_share(freed.holder, num_bytes, freed=end_bytes, freed_own=own_bytes)
 
     def reserve(self, num_bytes: int, holder: str | None, own: int = 0) -> None:
         """Reserve `num_bytes` more for a request that holds `own`, or raise a 429.
@@ -207,8 +240,8 @@ class Lease:
     """
 
     __slots__ = (
-        *("_budget", "_clients", "_holder", "_is_read", "_num_bytes", "_num_sequences"),
-        "client",
+        *("_budget", "_clients", "_is_read", "_num_sequences"),
+        *("client", "holder", "num_bytes"),
     )
 
     def __init__(
@@ -218,12 +251,12 @@ class Lease:
         client: str | None = None,
         holder: str | None = None,
     ) -> None:
-        """`holder` is the client whose shares of the bounds the request takes."""
         self._budget: Budget | None = budget
         self._clients = budget.clients
         """The budget that counts the sequences."""
-        self._num_bytes = num_bytes
-        self._holder = holder
+        self.num_bytes = num_bytes
+        self.holder = holder
+        """The client whose shares of the bounds the request takes."""
         self.client = client
         """The client for which the sequences count; None: they count for no client."""
         self._num_sequences = 0
@@ -232,8 +265,8 @@ class Lease:
     def grow(self, num_bytes: int) -> None:
         """Reserve `num_bytes` more, or raise a 429."""
         assert self._budget is not None
-        self._budget.reserve(num_bytes, self._holder, self._num_bytes)
-        self._num_bytes += num_bytes
+        self._budget.reserve(num_bytes, self.holder, self.num_bytes)
+        self.num_bytes += num_bytes
 
     def count_sequences(self, number: int) -> None:
         """Set the number of sequences; raise a 429, or a 400 if no client may have as many."""
@@ -285,5 +318,5 @@ class Lease:
         """Release everything; a second call has no effect."""
         if self._budget is not None:
             self._set(0)
-            self._budget.release(self._num_bytes, self._holder)
+            self._budget.release(self.num_bytes, self.holder)
             self._budget = None

@@ -177,12 +177,13 @@ class Connection:
             return raw
         budget = self._control_budget if is_control else self._budget
         if budget is not None:
-            session, client = self.session_lease, None if is_control else self.origin
+            session, holder = self.session_lease, None if is_control else self.origin
+            client = holder
             if session is not None and client is not None and session.begin_reading(client):
                 self._is_included, client = True, None
-            self._lease = budget.open(client=client, is_foreign=self.is_foreign)
+            self._lease = budget.open(client=client, holder=holder, is_foreign=self.is_foreign)
         headers = dict(self.scope["headers"])
-        if headers.get(b"content-encoding", b"identity") != b"identity":
+        if headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")
         declared = headers.get(b"content-length", b"0")
         if declared.isdigit() and int(declared) > max_bytes:

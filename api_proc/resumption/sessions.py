@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from api_proc.bodies import SamplingBody
-from api_proc.budget import Budget, ClientBudget, Lease
+from api_proc.budget import Budget, ClientBudget, Freed, Lease
 from api_proc.errors import ApiError, counted_as, unavailable
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.journal import Journal
@@ -328,28 +328,34 @@ class Sessions:
 
     def _lease(self, num_bytes: int, origin: str | None) -> Lease:
         """Reserve room for one more request; answers that were sent completely make room."""
-        while True:
-            try:
-                return self._budget.open(num_bytes, holder=origin)
-            except ApiError:
-                oldest = self._oldest_sent(num_bytes, origin)
-                if oldest is None:
-                    raise
-                self.remove(oldest)
+        try:
+            return self._budget.open(num_bytes, holder=origin)
+        except ApiError:
+            answers = self._in_the_way(num_bytes, origin)
+            if not answers:
+                raise
+        for session in answers:
+            self.remove(session)
+        return self._budget.open(num_bytes, holder=origin)
 
-    def _oldest_sent(self, num_bytes: int, origin: str | None) -> Session | None:
-        """Return a session that makes room for a request of a client: its own, if it has one.
+    def _in_the_way(self, num_bytes: int, origin: str | None) -> list[Session]:
+        """Return the sessions whose removal makes room for a request of a client; none: none do.
 
-        That of another client is removed only if the bounds of all are reached, and not the share
-        of this one.
+        The client's own ones come first. Those of others are removed only as far as the bounds of
+        all are reached, and only if the shares of this client permit the request then.
         """
-        of_any = None
-        for session in self._by_id.values():
-            if not session.num_attached and session.is_sent:
-                if session.accepted.adds[0].origin == origin:
-                    return session
-                of_any = of_any or session
-        return of_any if self._budget.is_full(num_bytes, origin) else None
+        sent = [one for one in self._by_id.values() if not one.num_attached and one.is_sent]
+        sent.sort(key=lambda one: one.accepted.adds[0].origin != origin)
+        budget, freed, removed = self._budget, Freed(origin), list[Session]()
+        for session in sent:
+            is_own = session.accepted.adds[0].origin == origin
+            has_room = budget.has_room(num_bytes, freed)
+            if has_room and not (is_own and not budget.has_share(num_bytes, freed)):
+                break
+            freed.add(session.lease)
+            removed.append(session)
+        is_enough = budget.has_room(num_bytes, freed) and budget.has_share(num_bytes, freed)
+        return removed if is_enough else []
 
     def _new_history(self, accepted: AcceptRecord, index: int) -> History:
         """Return the history of a sequence.

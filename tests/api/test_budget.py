@@ -10,7 +10,7 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
-from api_proc.budget import Budget, ClientBudget
+from api_proc.budget import Budget, ClientBudget, Freed
 from api_proc.errors import ApiError
 from api_proc.http.connection import Connection
 from protocol.api_core import AddRequest, RequestOutput
@@ -109,6 +109,24 @@ def test_a_client_leaves_a_ninth_of_each_bound_to_others() -> None:
     budget.open(client="b").count_sequences(8)
     lease.close()
     assert (budget.num_bytes, budget.num_requests) == (0, 1)
+
+
+def test_a_share_is_computed_as_after_the_ends_of_requests() -> None:
+    """Those of the client itself and of others; the bound of all is a separate question."""
+    budget = Budget(9, 990)
+    own = [budget.open(100, client="a") for _ in range(3)]
+    others = [budget.open(100, client="b") for _ in range(6)]
+    freed = Freed("a")
+    assert not budget.has_room(100, freed)
+    freed.add(others.pop())
+    assert budget.has_room(190, freed)
+    assert not budget.has_room(191, freed)
+    assert budget.has_share(100, freed)
+    assert not budget.has_share(150, freed), "it holds 300 bytes, and 40 would be left"
+    freed.add(own.pop())
+    assert budget.has_share(150, freed)
+    assert not budget.has_share(280, freed)
+    assert (budget.num_requests, budget.num_bytes) == (9, 900)
 
 
 def test_requests_of_no_client_have_no_shares() -> None:

@@ -174,3 +174,18 @@ def test_other_routes_count_whatever_their_ids_are(
             response = httpx.post(server.url + path, json={}, headers=headers)
             assert response.status_code == 429, path
         server.proceed()
+
+
+def test_a_connection_to_a_request_of_the_journal_takes_the_share_of_its_client(
+    tmp_path: Path,
+) -> None:
+    """Though it counts for no bound of each client."""
+    with JournaledServer(tmp_path) as server:
+        assert server.status("a") == 200
+        server.wait_dropped()
+        origin = server.state.api_keys.name_of(b"one")
+        with server.post("a") as reading:
+            assert reading.status_code == 200
+            assert server.state.budget._requests.held_by(str(origin)) == 1
+            assert server.num_of("one") == 1
+        server.wait_dropped()

@@ -244,6 +244,41 @@ async def test_a_client_makes_room_with_its_own_answers(tmp_path: Path) -> None:
     server.sessions.close()
 
 
+@play
+async def test_no_answer_is_removed_for_a_request_that_is_too_large(tmp_path: Path) -> None:
+    """Neither of its client nor of another one; of several the fewest are removed."""
+    server = await Server(tmp_path, max_open_bytes=9000).written()
+
+    def begin(name: str, num_bytes: int, origin: str) -> Session:
+        decoded = DecodedRequest(CompletionBody(prompt="x", stream=True), [Prompt([5, 6], None)])
+        raw = b" " * num_bytes
+        session = server.sessions.begin(name, PATH, raw, decoded, origin=origin)
+        params = SamplingParams(max_tokens=2, seed=1)
+        server.sessions.submit(session, [5, 6], params, origin=origin)
+        return session
+
+    async def answer(name: str, num_bytes: int, origin: str) -> None:
+        session = begin(name, num_bytes, origin)
+        await server.sessions.accept(session)
+        with server.generation(name, session) as generation:
+            generation.resume(StreamPosition([None]))
+            await read(generation, 2)
+
+    begin("open", 4000, "b")
+    for name, origin in (("a0", "a"), ("a1", "a"), ("c0", "c"), ("c1", "c")):
+        await answer(name, 1000, origin)
+    kept = ["open", "a0", "a1", "c0", "c1"]
+    for origin, num_bytes in (("a", 5001), ("b", 1400), ("d", 5001)):
+        with pytest.raises(ApiError):
+            begin("more", num_bytes, origin)
+        assert list(server.sessions._by_id) == kept
+    begin("a2", 1500, "a")
+    assert list(server.sessions._by_id) == ["open", "a1", "c0", "c1", "a2"]
+    begin("d0", 1500, "d")
+    assert list(server.sessions._by_id) == ["open", "c0", "c1", "a2", "d0"]
+    server.sessions.close()
+
+
 def num_finished(server: Server) -> dict[str, int]:
     return {reason: num for reason, num in server.state.metrics.num_finished.items() if num}
 
