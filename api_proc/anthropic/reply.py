@@ -124,13 +124,13 @@ class MessageReply:
             self._tagged(item, EventPosition(self._num_tokens)) for item, _ in found[-1:]
         ]
 
-    def last_frames(self) -> bytes:
+    def last_frames(self) -> list[bytes]:
         if self._is_closed:
-            return b""
-        return self._tagged(frame(MessageStop()), EventPosition(self._num_tokens, is_end=True))
+            return []
+        return [self._tagged(frame(MessageStop()), EventPosition(self._num_tokens, is_end=True))]
 
-    def failure(self, error: ApiError) -> bytes:
-        return b"event: error\ndata: %b\n\n" % render_error(error, self._request_id)
+    def failure(self, error: ApiError) -> list[bytes]:
+        return [b"event: error\ndata: %b\n\n" % render_error(error, self._request_id)]
 
     async def keep(self) -> None:
         """Nothing to do: messages are not stored."""

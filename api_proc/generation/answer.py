@@ -20,7 +20,7 @@ class Answer(Protocol):
         """Return the complete body in pieces; may be called once, and in a thread."""
 
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
-        """Return the events for a delta; only the last one contains its tokens.
+        """Return the events for a delta, in pieces; only the last one contains its tokens.
 
         May be called in a thread.
         """
@@ -28,11 +28,11 @@ class Answer(Protocol):
     def skip(self, sequence: OutputSequence, delta: Delta) -> None:
         """Skip a delta whose events the client has already received."""
 
-    def last_frames(self) -> bytes:
-        """Return the events after all deltas."""
+    def last_frames(self) -> list[bytes]:
+        """Return the events after all deltas, in pieces."""
 
-    def failure(self, error: ApiError) -> bytes:
-        """Return the events that end a stream with an error."""
+    def failure(self, error: ApiError) -> list[bytes]:
+        """Return the events that end a stream with an error, in pieces."""
 
     async def keep(self) -> None:
         """Store the response for later requests; called before its last bytes are sent."""

@@ -359,9 +359,7 @@ async def _send_step(connection: Connection, renderer: _Renderer, step: Step) ->
         num_bytes += sum(map(len, events))
         if pieces and (num_bytes >= _SEND_BYTES or i == len(step)):
             failpoint("api.before_flush")
-            # A large event is not copied.
-            whole = b"".join(pieces) if len(pieces) > 1 else pieces[0]
+            await connection.send_frames(pieces)
             pieces, num_bytes = [], 0
-            await connection.send_frames(whole)
             if i < len(step):
                 await asyncio.sleep(0)  # let other requests run between the pieces

@@ -397,18 +397,23 @@ class Connection:
                 message = await self._receive_more()
             self._has_rest = message["type"] == "http.request" and message.get("more_body", False)
 
-    async def send_frames(self, frames: bytes, *, more: bool = True) -> None:
-        """Send server-sent events, large ones in pieces; waits while the client is too slow."""
+    async def send_frames(self, frames: Sequence[bytes], *, more: bool = True) -> None:
+        """Send parts of server-sent events; waits while the client is too slow.
+
+        Many bytes are written in pieces, so that no copy of them is buffered.
+        """
         self._is_sending = True
         if not self.response_started:
             self.response_started = True
             headers = [*_STREAM_START["headers"], *self.headers]
             await self._write({**_STREAM_START, "headers": headers})
-        if len(frames) > _PIECE_BYTES:
-            *pieces, frames = _divided([frames])
-            for piece in pieces:
+        if sum(map(len, frames)) > _PIECE_BYTES:
+            for piece in _divided(frames):
                 await self._write({"type": "http.response.body", "body": piece, "more_body": True})
-        await self._write({"type": "http.response.body", "body": frames, "more_body": more})
+            frames = ()
+        if frames or not more:
+            last = frames[0] if len(frames) == 1 else b"".join(frames)
+            await self._write({"type": "http.response.body", "body": last, "more_body": more})
         self._num_sent += 1
         self._is_sending = False
 
@@ -442,7 +447,7 @@ class Connection:
             num_sent = self._num_sent
             await asyncio.sleep(self._keep_alive_interval_s)
             if num_sent == self._num_sent and not self._is_sending:
-                await self.send_frames(frame)
+                await self.send_frames([frame])
 
 
 def _divided(pieces: Sequence[bytes]) -> Iterator[bytes]:

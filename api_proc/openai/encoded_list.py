@@ -18,21 +18,24 @@ _MARK = b"\x00"
 class EncodedLists:
     """The long arrays of one response, or of one part of a stream."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_kept: bool = False) -> None:
+        """`is_kept`: an array may belong to several objects; else to the next one alone."""
+        self._is_kept = is_kept
         self._slices: list[list[bytes]] = []
 
     def encoded(self, value: object) -> list[bytes]:
-        """Encode an object with its arrays, in pieces; they belong to no further object."""
+        """Encode an object with its arrays, in pieces."""
         texts = encode(value).split(_MARK)
         pieces = [texts[0]]
         for number, text in zip(texts[1::2], texts[2::2], strict=True):
             pieces += self._slices[int(number)]
             pieces.append(text)
-        self._slices.clear()
+        if not self._is_kept:
+            self._slices.clear()
         return pieces
 
     def add(self, slices: list[bytes]) -> Raw:
-        """Return what stands for an array until `encoded` is called for the object with it."""
+        """Return what stands for an array until `encoded` is called for an object with it."""
         self._slices.append(slices)
         return Raw(b"%b%d%b" % (_MARK, len(self._slices) - 1, _MARK))
 

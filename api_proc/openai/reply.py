@@ -149,14 +149,14 @@ class Reply:
             events.append(b"%b%d,%b%b" % (start, sequence.index, piece, end))
         return events
 
-    def last_frames(self) -> bytes:
+    def last_frames(self) -> list[bytes]:
         """Return an event with the usage and no choices, if requested, and the end."""
         if not self._with_usage or self._is_usage_sent:
-            return DONE_FRAME
-        return self._ids.tag_usage(self._frame(with_usage=True, choices=[])) + DONE_FRAME
+            return [DONE_FRAME]
+        return [self._ids.tag_usage(self._frame(with_usage=True, choices=[])), DONE_FRAME]
 
-    def failure(self, error: ApiError) -> bytes:
-        return b"data: %b\n\n%b" % (error.body(), DONE_FRAME)
+    def failure(self, error: ApiError) -> list[bytes]:
+        return [b"data: %b\n\n" % error.body(), DONE_FRAME]
 
     async def keep(self) -> None:
         """Do nothing: completions and chats are not stored."""

@@ -4,7 +4,13 @@ from functools import cache
 
 import msgspec
 
-from api_proc.responses.objects import ContentPart, EncodedLogprob, OutputItem, Response
+from api_proc.responses.objects import (
+    ContentPart,
+    EncodedLogprobs,
+    OutputItem,
+    Response,
+    no_logprobs,
+)
 
 
 class Event(msgspec.Struct, kw_only=True, tag_field="type"):
@@ -60,13 +66,13 @@ class PartDone(_OfItem, kw_only=True, tag="response.content_part.done"):
 class TextDelta(_OfItem, kw_only=True, tag="response.output_text.delta"):
     content_index: int = 0
     delta: str
-    logprobs: list[EncodedLogprob] = []
+    logprobs: EncodedLogprobs = msgspec.field(default_factory=no_logprobs)
 
 
 class TextDone(_OfItem, kw_only=True, tag="response.output_text.done"):
     content_index: int = 0
     text: str
-    logprobs: list[EncodedLogprob] = []
+    logprobs: EncodedLogprobs = msgspec.field(default_factory=no_logprobs)
 
 
 class ReasoningTextDelta(_OfItem, kw_only=True, tag="response.reasoning_text.delta"):

@@ -7,17 +7,24 @@ import msgspec
 RESPONSE_PREFIX = "resp_"
 """Prefix of the ids of responses."""
 
-EncodedLogprob = Annotated[
-    msgspec.Raw,
-    msgspec.Meta(extra_json_schema={"$ref": "#/components/schemas/ChatTokenLogprob"}),
+_TOKEN_LOGPROB = {"$ref": "#/components/schemas/ChatTokenLogprob"}
+EncodedLogprobs = Annotated[
+    msgspec.Raw, msgspec.Meta(extra_json_schema={"type": "array", "items": _TOKEN_LOGPROB})
 ]
-"""JSON of one token's logprobs, encoded once: five events at the end of a stream contain them."""
+"""JSON of the logprobs of tokens, or what stands for it: see `EncodedLists`. They are encoded once,
+and five events at the end of a stream contain them."""
+NO_LOGPROBS = msgspec.Raw(b"[]")
+
+
+def no_logprobs() -> msgspec.Raw:
+    """Return the default of a field: the OpenAPI document cannot contain that of a value."""
+    return NO_LOGPROBS
 
 
 class OutputText(msgspec.Struct, tag_field="type", tag="output_text"):
     text: str
     annotations: list[Any] = []
-    logprobs: list[EncodedLogprob] = []
+    logprobs: EncodedLogprobs = msgspec.field(default_factory=no_logprobs)
 
 
 class ReasoningText(msgspec.Struct, tag_field="type", tag="reasoning_text"):

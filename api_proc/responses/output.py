@@ -15,6 +15,7 @@ from api_proc.chat.events import (
 )
 from api_proc.chat.events import Event as ChatEvent
 from api_proc.http.connection import encode
+from api_proc.openai.encoded_list import EncodedLists
 from api_proc.responses.events import (
     CallArgumentsDelta,
     CallArgumentsDone,
@@ -30,7 +31,7 @@ from api_proc.responses.events import (
     type_of,
 )
 from api_proc.responses.objects import (
-    EncodedLogprob,
+    NO_LOGPROBS,
     FunctionCall,
     OutputItem,
     OutputMessage,
@@ -52,7 +53,8 @@ class _OpenItem:
     call_id: str = ""
     name: str = ""
     pieces: list[str] = field(default_factory=list)
-    logprobs: list[EncodedLogprob] = field(default_factory=list)
+    logprobs: list[bytes] = field(default_factory=list)
+    """JSON of each token's log-probabilities."""
 
     @property
     def text(self) -> str:
@@ -87,18 +89,19 @@ class ResponseOutput:
     on the pieces in which it arrived.
     """
 
-    def __init__(self, name: str) -> None:
-        """`name` is a part of the ids of all items."""
+    def __init__(self, name: str, lists: EncodedLists) -> None:
+        """`name` is a part of the ids of all items; `lists` keeps the arrays of complete ones."""
         self._name = name
+        self._lists = lists
         self._items: list[OutputItem] = []
         self._open: _OpenItem | None = None
-        self._logprobs: list[EncodedLogprob] = []
+        self._logprobs: list[bytes] = []
         """Of tokens whose text is held back."""
 
     def push(
         self,
         chat_events: list[ChatEvent],
-        logprobs: list[EncodedLogprob],
+        logprobs: list[bytes],
         *,
         is_cut: bool = False,
     ) -> list[Event]:
@@ -153,7 +156,7 @@ class ResponseOutput:
         item = self._open  # read first: `_close` removes it after it has added its item
         items = list(self._items)
         if item is not None and item.index == len(items):
-            items.append(_item(item, "incomplete"))
+            items.append(_item(item, "incomplete", _array(list(item.logprobs))))
         return items
 
     def _text(self, kind: Literal["message", "reasoning"], text: str) -> list[Event]:
@@ -164,8 +167,9 @@ class ResponseOutput:
         item.pieces.append(text)
         delta = item.delta(text)
         if isinstance(delta, TextDelta):
-            delta.logprobs, self._logprobs = self._logprobs, []
-            item.logprobs += delta.logprobs
+            delta.logprobs = _array(self._logprobs)
+            item.logprobs += self._logprobs
+            self._logprobs = []
         return [*events, delta]
 
     def _begin(
@@ -175,7 +179,7 @@ class ResponseOutput:
         item_id = f"{_PREFIXES[kind]}_{self._name}_{index}"
         self._open = item = _OpenItem(kind, item_id, index, call_id, name)
         if kind == "call":
-            return [ItemAdded(output_index=index, item=_item(item, "in_progress"))]
+            return [ItemAdded(output_index=index, item=_item(item, "in_progress", NO_LOGPROBS))]
         empty: OutputMessage | ReasoningItem = OutputMessage(item_id, "in_progress", [])
         part: OutputText | ReasoningText = OutputText("")
         if kind == "reasoning":
@@ -194,7 +198,8 @@ class ResponseOutput:
         item = self._open
         if item is None:
             return []
-        whole = _item(item, "incomplete" if is_cut else "completed")
+        logprobs = self._lists.add(_parts(item.logprobs)) if item.logprobs else NO_LOGPROBS
+        whole = _item(item, "incomplete" if is_cut else "completed", logprobs)
         self._items.append(whole)
         self._open = None
         done = ItemDone(output_index=item.index, item=whole)
@@ -207,16 +212,31 @@ class ResponseOutput:
         part = PartDone(item_id=item_id, output_index=index, part=whole.content[0])
         if isinstance(whole, ReasoningItem):
             return [ReasoningTextDone(item_id=item_id, output_index=index, text=text), part, done]
-        text_done = TextDone(item_id=item_id, output_index=index, text=text, logprobs=item.logprobs)
+        text_done = TextDone(item_id=item_id, output_index=index, text=text, logprobs=logprobs)
         return [text_done, part, done]
 
 
-def _item(item: _OpenItem, status: str) -> OutputMessage | ReasoningItem | FunctionCall:
+def _array(items: list[bytes]) -> msgspec.Raw:
+    """Return the JSON of an array with these items."""
+    return msgspec.Raw(b"[%b]" % b",".join(items)) if items else NO_LOGPROBS
+
+
+def _parts(items: list[bytes]) -> list[bytes]:
+    """Return the same JSON in parts, without a copy of the items."""
+    parts = [b","] * (2 * len(items) + 1)
+    parts[1::2] = items
+    parts[0], parts[-1] = b"[", b"]"
+    return parts
+
+
+def _item(
+    item: _OpenItem, status: str, logprobs: msgspec.Raw
+) -> OutputMessage | ReasoningItem | FunctionCall:
     if item.kind == "call":
         return FunctionCall(item.id, status, item.call_id, item.name, item.text)
     if item.kind == "reasoning":
         return ReasoningItem(item.id, status, [ReasoningText(item.text)])
-    return OutputMessage(item.id, status, [OutputText(item.text, logprobs=item.logprobs)])
+    return OutputMessage(item.id, status, [OutputText(item.text, logprobs=logprobs)])
 
 
 def _is_json(text: str) -> bool:

@@ -10,6 +10,7 @@ from api_proc.chat.events import Event as ChatEvent
 from api_proc.errors import ApiError
 from api_proc.generation.generation import Generation
 from api_proc.http.connection import Connection, encode
+from api_proc.openai.encoded_list import EncodedLists
 from api_proc.openai.logprobs import chat_items
 from api_proc.responses.body import ResponsesBody, ResponsesChat
 from api_proc.responses.events import (
@@ -27,7 +28,6 @@ from api_proc.responses.events import (
 from api_proc.responses.items import with_ids
 from api_proc.responses.objects import (
     RESPONSE_PREFIX,
-    EncodedLogprob,
     IncompleteDetails,
     InputTokensDetails,
     OutputTokensDetails,
@@ -58,7 +58,8 @@ class ResponseReply:
         self._store = state.stored_responses
         self._body = body
         self._generation = generation
-        self._output = ResponseOutput(self.id.removeprefix(RESPONSE_PREFIX))
+        self._lists = EncodedLists(is_kept=True)
+        self._output = ResponseOutput(self.id.removeprefix(RESPONSE_PREFIX), self._lists)
         self._response = _response_of(state, body.request, generation.created, self.id)
         self._final: Response | None = None
         self._stored: StoredResponse | None = None
@@ -80,7 +81,7 @@ class ResponseReply:
         self._push(delta)
 
     def body(self) -> list[bytes]:
-        return [encode(self._end())]
+        return self._lists.encoded(self._end())
 
     def frames(self, sequence: OutputSequence, delta: Delta) -> list[bytes]:
         plain = self._plain_frame(delta)
@@ -91,12 +92,12 @@ class ResponseReply:
     def skip(self, sequence: OutputSequence, delta: Delta) -> None:
         self._push(delta)
 
-    def last_frames(self) -> bytes:
+    def last_frames(self) -> list[bytes]:
         response = self._end()
         kind = Completed if response.status == "completed" else Incomplete
-        return b"".join(self._render([kind(response=response)], 0))
+        return self._render([kind(response=response)], 0)
 
-    def failure(self, error: ApiError) -> bytes:
+    def failure(self, error: ApiError) -> list[bytes]:
         if error.code == ErrorCode.ABORTED:
             response = self._close("cancelled")
         else:
@@ -104,7 +105,7 @@ class ResponseReply:
             response = self._close("failed", details)
         opening = self._render(self._opening(), 0)
         self._num_known = 0
-        return b"".join([*opening, *self._render([Failed(response=response)], 0)])
+        return opening + self._render([Failed(response=response)], 0)
 
     async def keep(self) -> None:
         if self._stored is not None:
@@ -114,13 +115,16 @@ class ResponseReply:
 
     def snapshot(self) -> bytes:
         output = self._output.items()
-        return encode(msgspec.structs.replace(self._response, output=output))
+        return self._encoded(msgspec.structs.replace(self._response, output=output))
 
     async def cancel(self) -> bytes:
         response = self._close("cancelled")
         self._generation.abort()
         await self.keep()
-        return encode(response)
+        return self._encoded(response)
+
+    def _encoded(self, response: Response) -> bytes:
+        return b"".join(self._lists.encoded(response))
 
     # Rendering ----------------------------------------------------------------------------------
 
@@ -165,16 +169,15 @@ class ResponseReply:
             events += self._output.finish(is_cut=is_cut)
         return events
 
-    def _logprobs(self, delta: Delta) -> list[EncodedLogprob]:
+    def _logprobs(self, delta: Delta) -> list[bytes]:
         num_top = self._body.num_logprobs
         if num_top is None or delta.logprobs is None:
             return []
-        items = chat_items(self._tokenizer, delta.logprobs, num_top)
-        return [msgspec.Raw(encode(item)) for item in items]
+        return list(map(encode, chat_items(self._tokenizer, delta.logprobs, num_top)))
 
     def _render(self, events: list[Event], num_tokens: int) -> list[bytes]:
-        """Return the frames of a step's events; the last one contains its tokens."""
-        frames = []
+        """Return the frames of a step's events, in pieces; the last one contains its tokens."""
+        pieces: list[bytes] = []
         for left, event in zip(reversed(range(len(events))), events, strict=True):
             if not self._is_new(event):
                 continue
@@ -183,11 +186,11 @@ class ResponseReply:
             position = EventPosition(self._num_tokens, self._offset, event.sequence_number)
             if num_tokens and not left:
                 position = EventPosition(self._num_tokens + num_tokens, 0, event.sequence_number)
-            frames.append(self._frame(event, position))
+            pieces += self._frame(event, position)
         if num_tokens:
             self._num_tokens += num_tokens
             self._offset = 0
-        return frames
+        return pieces
 
     def _is_new(self, event: Event) -> bool:
         """Count an event, and remove the text that the client has; False: it has all of it."""
@@ -200,9 +203,9 @@ class ResponseReply:
             delta.delta = delta.delta[num_known:]
         return num_known < size
 
-    def _frame(self, event: Event, position: EventPosition) -> bytes:
+    def _frame(self, event: Event, position: EventPosition) -> list[bytes]:
         name, id_line = type_of(type(event)), self._id_line(position)
-        return b"event: %b\ndata: %b\n%b\n" % (name, encode(event), id_line)
+        return [b"event: %b\ndata: " % name, *self._lists.encoded(event), b"\n%b\n" % id_line]
 
     def _id_line(self, position: EventPosition) -> bytes:
         if not self._generation.is_resumable:
@@ -229,12 +232,18 @@ class ResponseReply:
             usage=self._usage(),
         )
         if self._final.store:
-            stored = _stored(self._final, self._body.request)
+            stored = self._stored_form(self._final)
             if self._store.has_room(stored.num_bytes):
                 self._stored = stored
             else:
                 self._final.store = False
         return self._final
+
+    def _stored_form(self, response: Response) -> StoredResponse:
+        request = self._body.request
+        assert isinstance(request.input, list)
+        items = encode(with_ids(request.input, response.id))
+        return StoredResponse(self._encoded(response), items, request.previous_response_id)
 
     def _usage(self) -> ResponseUsage:
         [sequence] = self._generation.sequences
@@ -255,12 +264,6 @@ def _number(generation: Generation) -> str:
     They are not the request's: clients choose those, and may use one for several requests.
     """
     return generation.secret or secrets.token_hex(16)
-
-
-def _stored(response: Response, request: ResponsesBody) -> StoredResponse:
-    assert isinstance(request.input, list)
-    items = encode(with_ids(request.input, response.id))
-    return StoredResponse(encode(response), items, request.previous_response_id)
 
 
 def _response_of(

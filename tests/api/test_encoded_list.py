@@ -1,6 +1,7 @@
 """Long arrays and whole answers are encoded in pieces, so that other threads run in between."""
 
 import itertools
+import json
 from collections.abc import Callable
 
 import httpx
@@ -10,6 +11,8 @@ import pytest
 from api_proc.http.connection import _PIECE_BYTES, _divided
 from api_proc.openai import encoded_list, reply
 from api_proc.openai.encoded_list import EncodedList, EncodedLists
+from api_proc.responses import output as response_output
+from api_proc.responses import reply as response_reply
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FACTS, FakeClient, emitting, ids_of
 
@@ -30,6 +33,13 @@ def test_the_slices_are_the_array(number: int) -> None:
     assert msgspec.json.decode(b"".join(pieces)) == expected
     assert (len(pieces) > 1) == (number >= 50)
     assert lists.encoded({"next": [1]}) == [b'{"next":[1]}']
+
+
+def test_a_kept_array_belongs_to_several_objects() -> None:
+    lists = EncodedLists(is_kept=True)
+    first, second = lists.add([b"[1", b"]"]), lists.add([b"[2]"])
+    for _ in range(2):
+        assert lists.encoded([second, first]) == [b"[", b"[2]", b",", b"[1", b"]", b"]"]
 
 
 @pytest.mark.parametrize(
@@ -62,7 +72,7 @@ def test_no_call_of_the_encoder_takes_a_large_part_of_an_answer(
 
         return note
 
-    for module in (encoded_list, reply):
+    for module in (encoded_list, reply, response_output, response_reply):
         monkeypatch.setattr(module, "encode", observed(msgspec.json.encode))
     fields: dict[str, object] = {
         "prompt": "x",
@@ -82,6 +92,47 @@ def test_no_call_of_the_encoder_takes_a_large_part_of_an_answer(
     assert [choice["index"] for choice in choices] == [0, 1, 2]
     assert len(answer.content) > 10**6
     assert max(encoded) < len(answer.content) / 20
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_nor_of_a_response(
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    """Each of the four last events of a stream has all log-probabilities, as has a stored one."""
+    facts = msgspec.structs.replace(FACTS, max_model_len=2**14, num_gpu_blocks=2**13)
+    live = make_server(FakeClient(facts, emitting(ids_of("x") * 500, per_output=50)))
+    encoded: list[int] = []
+
+    def observed(value: object) -> bytes:
+        content = msgspec.json.encode(value)
+        encoded.append(len(content))
+        return content
+
+    for module in (encoded_list, response_output, response_reply):
+        monkeypatch.setattr(module, "encode", observed)
+    body = {
+        "input": "x",
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 20,
+        "max_output_tokens": 500,
+        "stream": stream,
+    }
+    answer = httpx.post(live.url + "/v1/responses", json=body, timeout=60)
+    assert len(answer.content) > 200_000
+    assert max(encoded) < 60_000
+    if stream:
+        events = [json.loads(line[6:]) for line in answer.text.splitlines() if line[:1] == "d"]
+        response = events[-1]["response"]
+        deltas = [event["logprobs"] for event in events if event["type"].endswith("text.delta")]
+        [part] = response["output"][0]["content"]
+        assert part["logprobs"] == list(itertools.chain(*deltas))
+        assert [events[-4]["logprobs"], events[-3]["part"]] == [part["logprobs"], part]
+        assert events[-2]["item"] == response["output"][0]
+    else:
+        response = answer.json()
+    assert len(response["output"][0]["content"][0]["logprobs"]) == 500
+    stored = httpx.get(f"{live.url}/v1/responses/{response['id']}")
+    assert stored.json() == response
 
 
 def _raws(value: object) -> list[bytes]:

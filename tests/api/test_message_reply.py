@@ -63,7 +63,7 @@ def play(dialect_name: str, seed: int, last_id: str | None = None) -> list[Messa
             reply.skip(sequence, delta)
         else:
             text += b"".join(reply.frames(sequence, delta))
-    return parse((text + reply.last_frames()).decode())
+    return parse((text + b"".join(reply.last_frames())).decode())
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)

@@ -132,9 +132,9 @@ def test_the_server_returns_what_is_documented(http: httpx.Client, item: Operati
     response = http.request(item.method, item.path, json=body)
     assert response.status_code == 200, response.text
     answer = response.json()
-    converted = msgspec.convert(answer, item.response)
+    converted = msgspec.json.decode(response.content, type=item.response)
     if isinstance(answer, dict):
-        assert set(answer) <= set(msgspec.to_builtins(converted))
+        assert set(answer) <= set(msgspec.json.decode(msgspec.json.encode(converted)))
 
 
 def test_a_server_without_admin_routes_does_not_list_them(server: LiveServer) -> None:

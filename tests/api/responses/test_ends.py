@@ -83,7 +83,7 @@ def test_a_response_that_is_being_kept_is_not_cancelled(live: LiveServer) -> Non
     body = ResponseDecoder()(b'{"input": "x"}')
     reply = ResponseReply(live.state, SimpleNamespace(), body, generation)  # type: ignore[arg-type]
     assert reply.frames(sequence, Delta("x", [5], None, (), "stop"))  # type: ignore[arg-type]
-    assert b"response.completed" in reply.last_frames()
+    assert b"response.completed" in b"".join(reply.last_frames())
     assert json.loads(live.call(reply.cancel))["status"] == "completed"
 
 

@@ -12,6 +12,7 @@ from api_proc.chat.events import ContentDelta, ReasoningDelta, ToolCallEnd, Tool
 from api_proc.chat.families import find_dialect
 from api_proc.chat.parser import OutputParser
 from api_proc.errors import ApiError
+from api_proc.openai.encoded_list import EncodedLists
 from api_proc.responses.body import ResponseDecoder
 from api_proc.responses.objects import OutputItem
 from api_proc.responses.output import ResponseOutput
@@ -77,7 +78,7 @@ def play(live: LiveServer, seed: int, last_id: str | None = None) -> list[Event]
             reply.skip(sequence, delta)
         else:
             frames += b"".join(reply.frames(sequence, delta))
-    return parse_events((frames + reply.last_frames()).decode())
+    return parse_events((frames + b"".join(reply.last_frames())).decode())
 
 
 def test_a_stream_continues_after_any_event_in_other_pieces(live: LiveServer) -> None:
@@ -95,7 +96,8 @@ def test_a_failure_continues_the_numbers(live: LiveServer, position: tuple[int, 
     """The client has the events up to this position, and none of them is sent again."""
     num_tokens, offset, number = position
     reply, _ = reply_of(live, f"r.{num_tokens}-{offset}-{number}")
-    frames = reply.failure(ApiError(500, "broken", code="internal")).decode()
+    pieces = reply.failure(ApiError(500, "broken", code="internal"))
+    frames = b"".join(pieces).decode()
     events = [json.loads(line[6:]) for line in frames.splitlines() if line.startswith("data: ")]
     first = number + 1
     types = ["response.in_progress"] * (first == 1) + ["response.failed"]
@@ -106,7 +108,7 @@ def test_a_failure_continues_the_numbers(live: LiveServer, position: tuple[int, 
 
 def test_a_response_can_be_read_while_a_thread_adds_to_it() -> None:
     """Each line may be the last that the thread has computed: no item is missing or there twice."""
-    output = ResponseOutput("x")
+    output = ResponseOutput("x", EncodedLists(is_kept=True))
     seen: list[list[OutputItem]] = []
 
     def read(frame: FrameType, event: str, argument: Any) -> Any:
