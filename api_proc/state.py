@@ -32,7 +32,7 @@ from protocol.client.errors import RequestFailed
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.lifecycle import HEALTH_HOLDS_S, Health
-from protocol.turns import has_share
+from protocol.turns import has_share, largest_share
 
 DEGRADED = "degraded"
 STATUS_FRESH_S = 5.0
@@ -155,6 +155,28 @@ class ApiState:
         if not has_share(num_own, num_free):
             message = f"max_num_waiting: {num_own} requests of this client wait for the engine"
             raise overloaded(f"{message} to come back, its share of {limit}")
+
+    def refusal(
+        self, error: RequestError, num_sequences: int, num_prompt_tokens: int
+    ) -> RequestError:
+        """Return an error of the engine as the client of a request gets it.
+
+        A 429 becomes a 400 where the request alone exceeds one client's share of the queues, for
+        the same request would hardly be accepted later. The prompts of all sequences count.
+        """
+        scheduler = self.config.scheduler
+        bounds = (
+            ("max_num_waiting", num_sequences, scheduler.max_num_waiting, "sequences"),
+            ("max_waiting_tokens", num_prompt_tokens, scheduler.max_waiting_tokens, "tokens"),
+        )
+        if error.code is not ErrorCode.OVERLOADED or num_sequences == 1:
+            return error
+        for setting, number, bound, unit in bounds:
+            limit = len(self.client.clients) * largest_share(bound)
+            if number > limit:
+                text = f"{setting}: {number} {unit} are more than {limit}, all that one client gets"
+                return RequestError(ErrorCode.INVALID, f"{text}; divide the request")
+        return error
 
     def _may_learn_facts(self) -> bool:
         """Return whether this process is too new to know the state of a running engine.

@@ -359,6 +359,12 @@ class Generation:
         """Count the sequences that have not ended, by the failure's finish reason."""
         self._end_all(counted_as(failure))
 
+    def refusal(self, error: RequestError) -> RequestError:
+        """Return an error of the engine as the client gets it; see `ApiState.refusal`."""
+        num_each = self._body.num_sequences
+        num_tokens = num_each * self._num_prompt_tokens
+        return self._state.refusal(error, num_each * len(self.prompts), num_tokens)
+
     def _end_all(self, reason: FinishReason | None) -> None:
         """End the open sequences; those of a session are counted by the session itself.
 

@@ -228,7 +228,8 @@ class GenerationApi(Generic[Body]):
                             return
                         began = time.perf_counter()
         except RequestFailed as failure:
-            raise from_request_error(failure.error, self.prompt_param) from failure
+            error = generation.refusal(failure.error)
+            raise from_request_error(error, self.prompt_param) from failure
 
     async def _answer(
         self, state: ApiState, connection: Connection, body: Body, generation: Generation
@@ -248,7 +249,7 @@ class GenerationApi(Generic[Body]):
                     await connection.send_pieces(pieces)
         except RequestFailed as failure:
             generation.note_failure(failure)
-            error = name_field(failure.error, body)
+            error = name_field(generation.refusal(failure.error), body)
             await self._fail(connection, answer, from_request_error(error, self.prompt_param))
         except ApiError as error:  # about the client's position; the request itself has not failed
             await self._fail(connection, answer, error, is_final=False)

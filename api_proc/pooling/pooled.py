@@ -213,7 +213,9 @@ class PooledRequests:
                 turn.end()
                 return await self._read(take)
             except RequestFailed as failure:
-                raise from_request_error(failure.error, param) from failure
+                num_prompts = len(self._prompts)
+                error = self._state.refusal(failure.error, num_prompts, self._num_tokens)
+                raise from_request_error(error, param) from failure
 
     async def _submit(self, facts: ModelFacts, turn: Turn) -> None:
         """Send all prompts to the core, in slices."""

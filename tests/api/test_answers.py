@@ -1,5 +1,6 @@
 """Whole answers: text, usage, logprobs, prompts in all forms, sampling parameters resolved."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,6 +380,31 @@ def test_error_of_the_engine_has_its_status(
     response = httpx.post(live.url + COMPLETIONS, json={"prompt": "x", "stream": stream})
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert ("retry-after" in response.headers) == (status in (429, 503))
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        (COMPLETIONS, {"prompt": ["x"] * 9}),
+        (COMPLETIONS, {"prompt": ["x"] * 3, "n": 3, "stream": True}),
+        (COMPLETIONS, {"prompt": [[5] * 30, [6] * 51]}),
+        ("/v1/embeddings", {"input": ["x"] * 9}),
+    ],
+)
+def test_a_request_beyond_a_share_of_the_queue_is_not_asked_to_come_again(
+    make_server: MakeServer, path: str, fields: dict[str, Any]
+) -> None:
+    """Smaller ones are, as is a single prompt of any length."""
+    client = FakeClient()
+    overloaded(client)
+    live = make_server(client, max_num_waiting=9, max_waiting_tokens=90)
+    refused = httpx.post(live.url + path, json=fields)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert re.match("max_(num_waiting: 9|waiting_tokens: 81) .* are more than 80?, ", message)
+    for prompt in (["x"] * 8, [[5] * 40, [6] * 40], [5] * 90):
+        smaller = {("input" if "input" in fields else "prompt"): prompt}
+        assert httpx.post(live.url + path, json=smaller).status_code == 429
 
 
 def test_starting_engine_is_unavailable(make_server: MakeServer) -> None:
