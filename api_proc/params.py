@@ -11,6 +11,9 @@ from protocol.core_worker import ModelFacts
 from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams, ThinkingBudget
 
 MAX_WORD_TOKENS = 1024
+MAX_BAD_TOKENS = 4096
+"""Tokens of all bad words: each of 128 sequences has its own list, here, in the core and in the
+worker, and a token takes 36 bytes in it."""
 
 
 def sampling_params(
@@ -62,13 +65,22 @@ def sampling_params(
 def bad_word_ids(words: list[str], tokenizer: TextTokenizer) -> list[list[int]]:
     """Return the token sequences that spell these words, at the start of a text and after a space.
 
-    A sequence that ends in another one needs no separate entry.
+    A sequence that ends in another one needs no separate entry. ApiError: they have more than
+    `MAX_BAD_TOKENS` together.
     """
     options = EncodeOptions(add_special_tokens=False, max_tokens=MAX_WORD_TOKENS)
     sequences: list[list[int]] = []
+    num_tokens = 0
     for word in words:
         plain, spaced = (tokenizer.encode(before + word.lstrip(), options) for before in ("", " "))
-        sequences += [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+        found = [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
+        num_tokens += sum(map(len, found))
+        if num_tokens > MAX_BAD_TOKENS:
+            message = (
+                f"have more than {MAX_BAD_TOKENS} tokens, of the words and of those after a space"
+            )
+            raise invalid("bad_words", message)
+        sequences += found
     return [sequence for sequence in sequences if sequence]
 
 

@@ -40,14 +40,17 @@ class StopMatcher:
 class _Pattern:
     """A stop string with its Knuth-Morris-Pratt state."""
 
-    __slots__ = ("_failure", "end", "num_matched", "text")
+    __slots__ = ("_fallbacks", "end", "num_matched", "text")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.num_matched = 0
         """Length of the longest prefix of the stop string with which the text ends."""
         self.end = 0
-        self._failure = _failure_table(text)
+        self._fallbacks = [0]
+        """For the first prefixes of the text: the length of the longest proper prefix of each that
+        is also its suffix. A request may have 128 sequences with 64 long texts each, of which most
+        never match more than a few characters."""
 
     def push(self, piece: str) -> int:
         """Return the position in `piece` at which the stop string ends, or `len(piece) + 1`."""
@@ -62,7 +65,7 @@ class _Pattern:
         for i in range(start, len(piece)):
             character = piece[i]
             while matched and text[matched] != character:
-                matched = self._failure[matched - 1]
+                matched = self._fallback(matched)
             if text[matched] == character:
                 matched += 1
                 if matched == len(text):
@@ -71,15 +74,12 @@ class _Pattern:
         self.num_matched = matched
         return self.end
 
-
-def _failure_table(text: str) -> list[int]:
-    """For each prefix of `text`: the length of its longest proper prefix that is also a suffix."""
-    table = [0] * len(text)
-    length = 0
-    for i in range(1, len(text)):
-        while length and text[i] != text[length]:
-            length = table[length - 1]
-        if text[i] == text[length]:
-            length += 1
-        table[i] = length
-    return table
+    def _fallback(self, matched: int) -> int:
+        """Return how much is still matched if the character after `matched` ones does not."""
+        text, known = self.text, self._fallbacks
+        for i in range(len(known), matched):
+            length = known[-1]
+            while length and text[i] != text[length]:
+                length = known[length - 1]
+            known.append(length + 1 if text[i] == text[length] else length)
+        return known[matched - 1]

@@ -58,3 +58,12 @@ def test_only_the_prefix_of_a_stop_string_is_held_back(text: str, stops: list[st
 def test_stop_string_is_shown_on_request(include: bool) -> None:
     shown, matched = run(["one tw", "o thr", "ee"], ["two"], include=include)
     assert (shown, matched) == ("one two" if include else "one ", "two")
+
+
+def test_of_a_long_stop_string_only_what_was_matched_costs_time() -> None:
+    """A request may have 128 sequences with 64 of them each."""
+    matcher = StopMatcher(["ab" * 500 + "c"], include_in_output=False)
+    assert matcher.push("ababab") == ""
+    assert matcher.push("b") == "abababb"
+    [pattern] = matcher._patterns
+    assert len(pattern._fallbacks) <= len("ababab")

@@ -10,9 +10,10 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
 from api_proc.bodies import CompletionBody
+from api_proc.errors import ApiError
 from api_proc.llm import SamplingParams as PythonParams
 from api_proc.llm.sampling import resolved, with_defaults
-from api_proc.params import bad_word_ids, sampling_params
+from api_proc.params import MAX_BAD_TOKENS, bad_word_ids, sampling_params
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import chat_templates, read_json, sampling_defaults
 from api_proc.text.processor import TextProcessor
@@ -222,3 +223,15 @@ def test_suppressed_tokens_of_the_checkpoint_are_banned(tmp_path: Path) -> None:
         params = resolved(same, facts, tokenizer, 1, defaults=defaults, seed=0, index=0)
         assert params.bad_words == [word, *expected[1:]]
     assert with_defaults(defaults) == PythonParams()
+
+
+def test_the_tokens_of_bad_words_are_bounded() -> None:
+    """In total, with those after a space: their number in a body is bounded as well."""
+    tokenizer = ByteTokenizer()
+    word = "\x01" * 256
+    num_each = sum(map(len, bad_word_ids([word], tokenizer)))
+    count = MAX_BAD_TOKENS // num_each
+    assert count < 128
+    assert len(bad_word_ids([word] * count, tokenizer)) >= count
+    with pytest.raises(ApiError, match=r"^bad_words: have more than 4096 tokens"):
+        bad_word_ids([word] * (count + 1), tokenizer)

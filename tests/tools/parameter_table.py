@@ -55,8 +55,9 @@ _NOTES = """\
 ## Notes
 
 - `allowed_token_ids` are the only tokens that may be sampled. `bad_words` never occur in the
-  output: as written, or after a space. `logprob_token_ids` are the candidates whose
-  log-probabilities are returned, instead of the most likely ones; they need `logprobs`.
+  output: as written, or after a space; both forms have at most 4,096 tokens in total.
+  `logprob_token_ids` are the candidates whose log-probabilities are returned, instead of the most
+  likely ones; they need `logprobs`.
 - `timeout` is in seconds. When it is over, the request ends with the code `deadline_exceeded`: the
   status 504, or an error event in a stream. With `--journal-dir`, a lost connection and a restart
   of the API do not change it.
