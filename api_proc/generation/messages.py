@@ -7,7 +7,7 @@ from msgspec import UNSET, Meta
 
 from api_proc.errors import invalid, unsupported
 from api_proc.generation.unsupported_fields import Unsupported, reject_unsupported
-from api_proc.http.json_scan import MAX_VALUES, max_num_values
+from api_proc.http.json_scan import MAX_DEPTH, MAX_VALUES, max_depth, max_num_values
 
 MAX_MESSAGES = 4096
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
@@ -34,12 +34,15 @@ class CalledFunction(msgspec.Struct, frozen=True):
 
     @property
     def for_template(self) -> dict[str, Any]:
-        """Most templates expect an object; text that is not one is left to the template."""
+        """Most templates expect an object; text that is not one is left to the template.
+
+        So is an object with more levels than a body may have.
+        """
         arguments: Any = self.arguments or {}
-        if isinstance(arguments, str):
+        if isinstance(arguments, str) and max_depth(arguments) <= MAX_DEPTH:
             try:
                 decoded = msgspec.json.decode(arguments)
-            except (msgspec.DecodeError, RecursionError):
+            except msgspec.DecodeError:
                 decoded = None
             arguments = decoded if isinstance(decoded, dict) else arguments
         return {"name": self.name, "arguments": arguments}

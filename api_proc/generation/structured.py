@@ -185,7 +185,7 @@ def _from_structured_outputs(form: StructuredOutputs) -> Grammar:
     _check_length(value, where)
     try:
         tag = msgspec.json.decode(_filled(value, where), type=ResponseFormat)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise invalid(where, f"is not a structural tag: {json_error_text(error)}") from error
     return _from_structural_tag(tag, where)
 
@@ -207,9 +207,11 @@ def _from_schema(
 ) -> Grammar:
     """Return the grammar of a schema; `compact`: without whitespace between JSON tokens."""
     value = _decoded(schema, param)
+    if value is False:
+        raise invalid(param, "is false, which no value follows")
+    if value is True:
+        value = {}  # the compiler adds its own options to an object
     if compact or whitespace is not None:
-        if not isinstance(value, dict):
-            raise invalid(param, "must be an object if whitespace is confined")
         options = value.get("x-guidance", {})
         if not isinstance(options, dict):
             raise invalid(f"{param}.x-guidance", "must be an object")
@@ -241,7 +243,9 @@ def _from_choices(choices: list[str], param: str) -> Grammar:
     for i, choice in enumerate(choices):
         if not choice:
             raise invalid(f"{param}[{i}]", "must hold at least one character")
-    return Grammar(GrammarKind.LARK, f"start: {' | '.join(map(_quoted, choices))}\n")
+    # As one terminal: of rules with thousands of alternatives the compiler refuses too many.
+    source = f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, choices))}\n"
+    return Grammar(GrammarKind.LARK, source)
 
 
 def _from_structural_tag(form: ResponseFormat, param: str) -> Grammar:

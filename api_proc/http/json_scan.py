@@ -18,6 +18,7 @@ MAX_VALUES = 2**16
 """Names and values in one body, without arrays of token ids in the fields for them."""
 _STRING = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+(?:"|\\?\Z)', re.DOTALL)
 """A string, or an unterminated one to the end of the text, so that each character is read once."""
+_BRACKETS = re.compile(r"[\[{\]}]")
 _SLICE_BYTES = 2**16
 _SLICE_TOKENS = 1024
 _SHOWN_CHARS = 64
@@ -201,3 +202,15 @@ def max_num_values(text: str) -> int:
 
 def _num_marks(text: str) -> int:
     return text.count(",") + text.count("[") + text.count("{")
+
+
+def max_depth(text: str) -> int:
+    """Return the number of levels of a JSON text, or an upper bound up to `MAX_DEPTH`."""
+    num_brackets = text.count("[") + text.count("{")
+    if num_brackets <= MAX_DEPTH:
+        return num_brackets
+    depth = most = 0
+    for bracket in _BRACKETS.findall(_STRING.sub("", text)):
+        depth += 1 if bracket in "[{" else -1
+        most = max(most, depth)
+    return most

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from api_proc.bodies import ChatBody, CompletionBody
 from api_proc.errors import ApiError
+from api_proc.generation.messages import CalledFunction
 from api_proc.http import json_body, json_scan
 from api_proc.http.json_body import BodyDecoder, LargeRequests, Turn
 from tests.timing import within
@@ -234,3 +235,30 @@ def test_counting_the_values_of_a_text_takes_a_time_in_proportion_to_it(rest: st
         return {"count_s": time.thread_time() - began}
 
     within(5, measure, count_s=0.2)
+
+
+@pytest.mark.parametrize(
+    ("text", "depth"),
+    [
+        ("3", 0),
+        ("[[], {}]", 3),
+        ("[" * 128, 128),
+        ("[" * 129, 129),
+        ("[" * 200 + "]" * 200, 200),
+        ("[" + "[]," * 200 + "[]]", 2),
+        ('["' + "[{" * 200 + '"]', 1),
+    ],
+)
+def test_levels_of_a_text_are_counted(text: str, depth: int) -> None:
+    """Up to the bound their number is not exact."""
+    assert json_scan.max_depth(text) == depth
+
+
+@pytest.mark.parametrize(("num_levels", "is_object"), [(128, True), (129, False), (900, False)])
+def test_arguments_with_too_many_levels_are_text_for_a_template(
+    num_levels: int, is_object: bool
+) -> None:
+    """Python code could not read them: it calls a function for each level."""
+    text = '{"a":' * num_levels + "1" + "}" * num_levels
+    shown = CalledFunction("f", text).for_template["arguments"]
+    assert shown == (json.loads(text) if is_object else text)

@@ -46,7 +46,8 @@ def translated(**fields: Any) -> Grammar:
         ({"response_format": {"type": "json_schema", "schema": SCHEMA}}, SCHEMA),
         ({"guided_json": SCHEMA}, SCHEMA),
         ({"guided_json": json.dumps(SCHEMA)}, SCHEMA),
-        ({"guided_json": True}, True),
+        ({"guided_json": True}, {}),
+        ({"guided_json": "true"}, {}),
         ({"json_schema": SCHEMA}, SCHEMA),
         ({"structured_outputs": {"json": SCHEMA}}, SCHEMA),
         ({"structured_outputs": {"json": json.dumps(SCHEMA)}}, SCHEMA),
@@ -64,8 +65,16 @@ def test_json_in_every_form(fields: dict[str, Any], schema: Any) -> None:
     [
         ({"guided_regex": "a+"}, GrammarKind.REGEX, "a+"),
         ({"structured_outputs": {"regex": "a+"}}, GrammarKind.REGEX, "a+"),
-        ({"guided_choice": ["a", 'b"\n']}, GrammarKind.LARK, 'start: "a" | "b\\"\\n"\n'),
-        ({"structured_outputs": {"choice": ["é"]}}, GrammarKind.LARK, 'start: "é"\n'),
+        (
+            {"guided_choice": ["a", 'b"\n']},
+            GrammarKind.LARK,
+            'start: CHOICE\nCHOICE: "a" | "b\\"\\n"\n',
+        ),
+        (
+            {"structured_outputs": {"choice": ["é"]}},
+            GrammarKind.LARK,
+            'start: CHOICE\nCHOICE: "é"\n',
+        ),
         ({"guided_grammar": 'start: "a"'}, GrammarKind.EBNF, 'start: "a"'),
         ({"structured_outputs": {"grammar": 'root ::= "a"'}}, GrammarKind.EBNF, 'root ::= "a"'),
         ({"grammar": 'root ::= "a"'}, GrammarKind.EBNF, 'root ::= "a"'),
@@ -96,6 +105,7 @@ def test_without_a_constraint_there_is_no_grammar(fields: dict[str, Any]) -> Non
 
 
 JSON_SCHEMA = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
+DEEP_TAG = '{"type": "structural_tag", "schema": ' + '{"a": ' * 10_000
 
 
 @pytest.mark.parametrize(
@@ -112,6 +122,8 @@ JSON_SCHEMA = {"type": "json_schema", "json_schema": {"schema": SCHEMA}}
         ({"guided_regex": ""}, "guided_regex"),
         ({"guided_regex": "a\\"}, "guided_regex"),
         ({"structured_outputs": {"regex": "\\\\\\"}}, "structured_outputs.regex"),
+        ({"guided_json": False}, "guided_json"),
+        ({"structured_outputs": {"structural_tag": DEEP_TAG}}, "structured_outputs.structural_tag"),
         ({"guided_choice": []}, "guided_choice"),
         ({"guided_choice": ["a", ""]}, "guided_choice[1]"),
         ({"guided_choice": ["a"] * (MAX_CHOICES + 1)}, "guided_choice"),

@@ -54,6 +54,12 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
         ["yes", 'qu"ote', "back\\slash", "new\nline", "\u96ea", "/x/"],
         ["no", "ye", "yess", "/x"],
     ),
+    (
+        {"guided_choice": ["a", "ab", *map(str, range(3000))]},
+        ["a", "ab", "7", "2999"],
+        ["b", "abc", "3000"],
+    ),
+    ({"guided_json": True}, ["3", '[{"a": null}]'], ["a", "[3"]),
     ({"guided_grammar": 'start: "a" NUMBER\nNUMBER: /[0-9]+/'}, ["a1", "a22"], ["a", "1"]),
     ({"guided_grammar": '?start: "a" x\n!?x: "b"\n    | "c"'}, ["ab", "ac"], ["a", "?ab"]),
     (
