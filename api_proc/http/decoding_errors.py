@@ -1,5 +1,6 @@
 """Errors about JSON bodies, in OpenAI's shape: the field, what is wrong with it, and its value."""
 
+import codecs
 import re
 from typing import Any
 
@@ -48,6 +49,8 @@ def _not_json(text: str, raw: bytes | None) -> str:
     """Return why a body is not JSON; for some characters the decoder's text is misleading."""
     if raw is None or len(raw) > _MAX_SEARCHED:
         return text
+    if raw.startswith(codecs.BOM_UTF8):
+        return "it begins with a byte order mark"
     try:
         raw.decode()
     except UnicodeDecodeError as error:

@@ -320,6 +320,7 @@ def test_routes_that_are_used_instead_exist(http: httpx.Client) -> None:
     ("raw", "reason"),
     [
         (b'{"prompt": "x", "user": "a\xff"}', "it is not UTF-8 (byte 26)"),
+        (b'\xef\xbb\xbf{"prompt": "x"}', "it begins with a byte order mark"),
         (b'{"prompt": "x", "stop": "\\ud800"}', "half of a surrogate pair (byte 25)"),
         (b'{"prompt": "\\ud83d\\ude00", "n": ', "Input data was truncated"),
     ],
