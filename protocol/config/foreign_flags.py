@@ -6,6 +6,7 @@ _GRAPHS = "decode steps are CUDA graphs, and --enforce-eager switches them off"
 _GRAMMARS = "grammars need no flag"
 _KIND = "a model's kind is read from its files"
 _MACHINES = "engines of other machines join at --agents-listen, as replicas"
+_MAPPED = "files are mapped while weights are packed; only an embedding is read from them later"
 _NO_CODE = "no code is loaded by a flag"
 _NO_FLAG = "it needs no flag"
 _NO_TEXT = "no text of a request is logged"
@@ -142,10 +143,13 @@ _LLAMA_CPP = {
     "main-gpu": _GPUS,
     "md": "--speculative-model",
     "metrics": "GET /metrics needs no flag",
+    "mlock": "no memory is locked; without swap, packed weights stay in memory",
+    "mmap": _MAPPED,
     "model-draft": "--speculative-model",
     "n-gpu-layers": _GPUS,
     "n-predict": "requests have max_tokens",
     "ngl": _GPUS,
+    "no-mmap": _MAPPED,
     "no-webui": "--no-enable-page",
     "np": "--max-num-seqs",
     "numa": "--cpu-pinning",
@@ -170,7 +174,10 @@ _LLAMA_CPP = {
 }
 INSTEAD = _VLLM | _LLAMA_CPP
 """What replaces a flag of vLLM or llama.cpp; keys are flags without their dashes."""
-OTHER_VALUES = {"quantization": "the format of a quantized checkpoint needs no flag"}
+OTHER_VALUES = {
+    "max_model_len": "without it the length is what the KV cache holds, up to that in config.json",
+    "quantization": "the format of a quantized checkpoint needs no flag",
+}
 """What takes the place of vLLM's values that a setting of this engine does not have."""
 KEY_VARIABLES = ("VLLM_API_KEY", "LLAMA_API_KEY")
 """Variables of the other servers that hold the key of clients; this engine does not read them."""

@@ -47,10 +47,14 @@ def _error_text(value: Any, setting: Setting, error: str) -> str:
     """Return what is wrong with a value, in the terms of the setting."""
     if setting.is_secret:
         return "a key has 1 to 256 characters; at most 16 keys"
+    instead = OTHER_VALUES.get(setting.name)
+    return _problem(value, setting, error) + ("" if instead is None else f"; {instead}")
+
+
+def _problem(value: Any, setting: Setting, error: str) -> str:
     shown = ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
     if setting.choices:
-        note = f"; {OTHER_VALUES[setting.name]}" if setting.name in OTHER_VALUES else ""
-        return f"{shown!r} is not one of {', '.join(setting.choices)}{note}"
+        return f"{shown!r} is not one of {', '.join(setting.choices)}"
     if "regex" in error and setting.form is not None:
         return f"{shown!r} is not {setting.form}"
     if isinstance(value, str) and ", got `str`" in error:

@@ -293,6 +293,16 @@ def test_a_wrong_unit_is_refused(text: str) -> None:
         configure(max_model_len=text)
 
 
+@pytest.mark.parametrize("value", ["auto", "-1"])
+def test_the_length_that_is_chosen_by_vllm_has_an_explanation(
+    value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        parse("--max-model-len", value)
+    instead = "without it the length is what the KV cache holds, up to that in config.json"
+    assert capsys.readouterr().err.endswith(f"{instead}\n")
+
+
 def test_a_number_with_a_unit_has_the_bounds_of_the_setting() -> None:
     with pytest.raises(ConfigError, match=r"^max_num_seqs: must be an integer <= 16384"):
         configure(max_num_seqs="1M")
