@@ -32,7 +32,7 @@ from api_proc.text.processor import TextProcessor
 from protocol.adapters import Adapter, AdapterError
 from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.client.errors import RequestFailed, RequestQuarantined
-from protocol.config import AccessLog, ApiConfig, ConfigError, LogLevel
+from protocol.config import AccessLog, ApiConfig, ConfigError
 from protocol.lifecycle import Role
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess
@@ -78,7 +78,7 @@ async def _serve(child: ChildProcess, text: TextProcessor) -> None:
     raise_fd_limit()
     run = child.config.run
     logger = None
-    if run.access_log is not AccessLog.OFF and run.log_level in (LogLevel.DEBUG, LogLevel.INFO):
+    if run.access_log is not AccessLog.OFF and run.log_level.shows_facts:
         label = log_label(child.role, child.rank, child.config)
         logger = AccessLogger(run.access_log, run.log_format, label=label)
     async with _engine_client(child) as client:

@@ -78,3 +78,8 @@ class LogLevel(enum.StrEnum):
     INFO = "info"
     WARNING = "warning"
     ERROR = "error"
+
+    @property
+    def shows_facts(self) -> bool:
+        """Whether messages without a problem are printed."""
+        return self in (LogLevel.DEBUG, LogLevel.INFO)

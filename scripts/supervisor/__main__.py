@@ -34,9 +34,8 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
     is_embedded = arguments.config_fd is not None
     is_terminal = sys.stderr.isatty() and os.environ.get("TERM") != "dumb"
     is_json = config.run.log_format is LogFormat.JSON
-    console = Console(
-        sys.stderr, is_terminal=is_terminal, is_quiet=is_embedded, is_log_only=is_json
-    )
+    is_quiet = is_embedded or not config.run.log_level.shows_facts
+    console = Console(sys.stderr, is_terminal=is_terminal, is_quiet=is_quiet, is_log_only=is_json)
     reports = None
     if config.run.replica is not None:
         reports = ReplicaReports(config, arguments.epoch, arguments.progress_fd)
@@ -50,7 +49,7 @@ def main(argv: Sequence[str] | None = None, program: str = "scripts/serve") -> i
             signal_fd,
             started_at,
             has_api=not arguments.no_api,
-            has_bars=is_terminal and not is_json,
+            has_bars=is_terminal and not is_json and config.run.log_level.shows_facts,
             parent_fd=arguments.parent_fd,
             reports=reports,
         )
