@@ -11,7 +11,7 @@ import torch
 from transformers import PretrainedConfig
 
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
-from tests.worker.parity import MAX_TOKENS, Serve, Served, generate, make_prompts
+from tests.worker.parity import MAX_TOKENS, Serve, Served, generate_all, make_prompts
 from worker_proc.attention.probe import ProbedModel, probe_model
 from worker_proc.loading import inspection
 from worker_proc.native.build import build, compiler, cpu_description
@@ -92,7 +92,7 @@ def serve(tmp_path_factory: pytest.TempPathFactory) -> Serve:
             # The eager form is the one that every rule of every architecture is written in.
             model.set_attn_implementation("eager")
             prompts = make_prompts()
-            expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+            expected = generate_all(model, prompts, MAX_TOKENS)
             made[architecture.name] = Served(directory, prompts, expected)
         return made[architecture.name]
 

@@ -60,11 +60,16 @@ def few_prompts() -> list[list[int]]:
     return [*prompts[:2], *prompts[3:8], prompts[-1]]
 
 
-def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
-    """Return transformers' greedy continuation."""
-    for module in model.modules():  # RecurrentGemma begins with the states of the text before
+def _forget_states(model: PreTrainedModel) -> None:
+    """Let the next text begin anew: RecurrentGemma begins with the states of the text before."""
+    for module in model.modules():
         if "conv1d_state" in module.__dict__:
             module.conv1d_state = None
+
+
+def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list[int]:
+    """Return transformers' greedy continuation."""
+    _forget_states(model)
     output = model.generate(
         torch.tensor([prompt]),
         attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
@@ -78,9 +83,54 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
 @torch.inference_mode()
 def is_greedy(model: PreTrainedModel, prompt: list[int], output: list[int]) -> bool:
     """Return whether each token is the most likely one in transformers' forward over all."""
+    _forget_states(model)
     rows = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
     likeliest: list[int] = rows[len(prompt) - 1 :].argmax(-1).tolist()
     return likeliest == output
+
+
+def generate_all(
+    model: PreTrainedModel, prompts: list[list[int]], max_tokens: int
+) -> list[list[int]]:
+    """Return what `generate` returns for each prompt, with fewer calls of the model.
+
+    A batch of padded prompts gives candidates. One forward over each text alone shows whether they
+    are its most likely tokens; `generate` continues a text of which they are not.
+    """
+    try:
+        candidates = _generate_padded(model, prompts, max_tokens)
+    except Exception:  # the code of some models takes no padded prompts
+        return [generate(model, prompt, max_tokens) for prompt in prompts]
+    return [
+        tokens if is_greedy(model, prompt, tokens) else generate(model, prompt, max_tokens)
+        for prompt, tokens in zip(prompts, candidates, strict=True)
+    ]
+
+
+def _generate_padded(
+    model: PreTrainedModel, prompts: list[list[int]], max_tokens: int
+) -> list[list[int]]:
+    longest = max(map(len, prompts))
+    padding = [[0] * (longest - len(prompt)) for prompt in prompts]
+    padded = torch.tensor([left + prompt for left, prompt in zip(padding, prompts, strict=True)])
+    mask = torch.tensor(
+        [[0] * len(left) + [1] * (longest - len(left)) for left in padding], dtype=torch.long
+    )
+    _forget_states(model)
+    output = model.generate(
+        padded,
+        attention_mask=mask,
+        max_new_tokens=max_tokens,
+        do_sample=False,
+        pad_token_id=0,
+    )
+    end = model.generation_config.eos_token_id
+    ends = {end} if isinstance(end, int) else {*(end or ())}
+    continuations: list[list[int]] = []
+    for tokens in output[:, longest:].tolist():
+        places = [place for place, token in enumerate(tokens) if token in ends]
+        continuations.append(tokens[: places[0] + 1] if places else tokens)
+    return continuations
 
 
 def parity_config(

@@ -37,7 +37,7 @@ from tests.worker.parity import (
     MAX_TOKENS,
     ROOMY,
     TIGHT,
-    generate,
+    generate_all,
     make_prompts,
     make_runner,
     modes_of,
@@ -134,7 +134,7 @@ def expect(reference: Path, prompts: list[list[int]], max_tokens: int) -> list[l
     model = AutoModelForCausalLM.from_pretrained(
         reference, dtype=torch.float32, attn_implementation="eager"
     ).eval()
-    return [generate(model, prompt, max_tokens) for prompt in prompts]
+    return generate_all(model, prompts, max_tokens)
 
 
 @needs_kernels

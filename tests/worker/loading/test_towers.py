@@ -12,7 +12,7 @@ from transformers.utils import is_timm_available
 
 from tests.worker.checkpoints import ARCHITECTURES, VOCAB_SIZE, build_checkpoint
 from tests.worker.driving import drive
-from tests.worker.parity import GREEDY, MAX_TOKENS, generate, make_prompts, make_runner
+from tests.worker.parity import GREEDY, MAX_TOKENS, generate_all, make_prompts, make_runner
 from tests.worker.score_term_models import SCORE_TERMS
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.unbuilt_parts import (
@@ -42,7 +42,7 @@ def test_a_checkpoint_whose_tower_lacks_its_library_is_served(tmp_path: Path) ->
     assert any(isinstance(module, MissingTower) for module in model.modules())
     model.set_attn_implementation("eager")
     prompts = [[token % (VOCAB_SIZE - 20) for token in prompt] for prompt in make_prompts()[:6]]
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     run = drive(make_runner(tmp_path, 200), prompts, GREEDY, max_num_seqs=4)
     assert run.output_token_ids == expected
 
@@ -62,7 +62,7 @@ def test_a_tower_whose_class_lacks_a_library_is_left_out(tmp_path: Path) -> None
     assert modeling_inkling.InklingVisionModel is own
     model.set_attn_implementation("eager")
     prompts = [[token % (VOCAB_SIZE - 20) for token in prompt] for prompt in make_prompts()[:6]]
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     run = drive(make_runner(tmp_path, 200), prompts, GREEDY, max_num_seqs=4)
     assert run.output_token_ids == expected
 

@@ -22,7 +22,7 @@ from protocol.config import (
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import Run, drive
-from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, few_prompts, generate
+from tests.worker.parity import BLOCK_SIZE, GREEDY, MAX_TOKENS, few_prompts, generate_all
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
 from worker_proc.parallel.adoption import Adoption
@@ -89,7 +89,7 @@ def compare_with_generate(directory: Path, config: Any, num_ranks: int) -> Ranks
     model = build_checkpoint(directory, config)
     model.set_attn_implementation("eager")
     prompts = few_prompts()
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     ranks = Ranks(directory, num_ranks)
     assert ranks.drive(prompts).output_token_ids == expected
     assert ranks.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected

@@ -24,7 +24,7 @@ from tests.worker.drafting.test_recurrent_drafts import (
 from tests.worker.driving import Run, check_schedules
 from tests.worker.parallel.ranks import Ranks
 from tests.worker.parallel.stages import SAMPLED, Stages
-from tests.worker.parity import GREEDY, MAX_TOKENS, few_prompts, generate
+from tests.worker.parity import GREEDY, MAX_TOKENS, few_prompts, generate_all
 from tests.worker.recurrent_models import KEY_DECAYS, RECURRENT
 from worker_proc.drafting import repetitions
 from worker_proc.errors import UnsupportedModel
@@ -123,7 +123,7 @@ def test_stages_compute_the_tokens_of_transformers(name: str, tmp_path: Path) ->
     """In stages with and without attention, and with attention that several of them share."""
     model = build_checkpoint(tmp_path / "model", deep(name)())
     prompts = few_prompts()
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     for num_stages in (2, 3):
         stages = Stages(tmp_path / "model", num_stages)
         assert stages.drive(prompts).output_token_ids == expected
@@ -353,7 +353,7 @@ def test_ranks_divide_layers_with_a_state(
     config: Any = deep(name, **changes)()
     model = build_checkpoint(tmp_path / "model", config)
     prompts = few_prompts()
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     one = Stages(tmp_path / "model", 1).runners[0]
     ranks = Stages(tmp_path / "model", num_stages, num_ranks)
     for cut in ({}, {"max_num_batched_tokens": 16}, {"max_num_seqs": 1}):

@@ -40,7 +40,7 @@ from tests.worker.driving import check_schedules, sampled_with_penalty
 from tests.worker.families import FAMILIES
 from tests.worker.gguf import gguf_files
 from tests.worker.parallel.stages import DEEP, NUM_LAYERS, SAMPLED, Stages
-from tests.worker.parity import BLOCK_SIZE, MAX_TOKENS, few_prompts, generate
+from tests.worker.parity import BLOCK_SIZE, MAX_TOKENS, few_prompts, generate_all
 from tests.worker.quantization.float_layouts import fp8_blocks
 from tests.worker.quantization.integer_layouts import int_quantized, pack_quantized
 from tests.worker.quantization.layouts import WIDE, Layout
@@ -70,7 +70,7 @@ def test_stages_compute_the_tokens_of_the_whole_model(
     model = build_checkpoint(directory, config)
     model.set_attn_implementation("eager")
     prompts = few_prompts()
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     stages = Stages(directory, num_stages)
     assert stages.drive(prompts).output_token_ids == expected
     assert stages.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected
@@ -109,7 +109,7 @@ def test_ranks_divide_the_layers_of_stages(tmp_path: Path) -> None:
     model = build_checkpoint(directory, LlamaConfig(**DEEP))
     model.set_attn_implementation("eager")
     prompts = few_prompts()
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     stages = Stages(directory, 2, num_shares=2)
     assert stages.drive(prompts).output_token_ids == expected
     assert stages.drive(prompts, max_num_batched_tokens=16).output_token_ids == expected

@@ -13,7 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, WINDOW, build_checkpoint, load_model
 from tests.worker.driving import drive
-from tests.worker.parity import MAX_TOKENS, generate, make_prompts, make_runner
+from tests.worker.parity import MAX_TOKENS, generate_all, make_prompts, make_runner
 from tests.worker.quantization.quantized_checkpoints import replace_tensor
 from worker_proc.errors import CheckpointError
 
@@ -65,7 +65,7 @@ def test_tokens_are_those_of_the_weights_that_transformers_dequantizes(tmp_path:
     coded = write_mxfp4(tmp_path)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "dense", dtype=torch.float32)
     prompts = make_prompts()[:6]
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     loaded = load_model(coded, "float32")
     for name, parameter in loaded.model.named_parameters():
         assert torch.equal(parameter, model.get_parameter(name)), name

@@ -28,7 +28,7 @@ from protocol.sampling import SamplingParams
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.checkpoints import SHAPE, change_config, load_model
 from tests.worker.driving import drive
-from tests.worker.parity import generate, make_prompts, make_runner
+from tests.worker.parity import generate_all, make_prompts, make_runner
 from tests.worker.quantization.bitsandbytes_layouts import bitsandbytes_int8, bitsandbytes_table
 from tests.worker.quantization.coded_models import coded_formats, open_files
 from tests.worker.quantization.float_layouts import (
@@ -151,7 +151,7 @@ def test_tokens_in_float32_are_those_of_the_dequantized_checkpoint(
     dense = write_quantized(tmp_path / "coded", layout, config)
     model = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float32)
     prompts = make_prompts()[:6]
-    expected = [generate(model, prompt, MAX_TOKENS) for prompt in prompts]
+    expected = generate_all(model, prompts, MAX_TOKENS)
     params = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
     runner = make_runner(tmp_path / "coded", 200)
     assert len(coded_formats(runner)) == 1
