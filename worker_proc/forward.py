@@ -10,7 +10,7 @@ from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.kv.kv_pool import CopyBlocks, KVPool, copy_by_index
 from worker_proc.kv.kv_tensors import KVTensors, Shapes
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.recurrent.layers import recurrent_layers
 from worker_proc.recurrent.state_pool import StatePool
 

@@ -11,7 +11,7 @@ from typing import NamedTuple, overload
 import torch
 
 from worker_proc.errors import MirrorError
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 NULL_SLOT = 0  # of the null block, for KV that is not kept
 

@@ -16,12 +16,13 @@ from worker_proc.grammar.following import follow
 from worker_proc.inputs import SteadyDecode, StepInputs, pack_step, with_token_types
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.model_with_cache import ModelWithCache
-from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.mirror import Mirror
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.shared_drafts import SharedDrafts
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.step_results import RequestResult, pack_results
+from worker_proc.request import ScheduledRequest
 from worker_proc.runner import ComputedStep, LaunchedStep
 from worker_proc.sampling.pooling import captured_hidden_states, pool
 from worker_proc.sampling.sampler import Sampler

@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from protocol.core_worker import ModelFacts
 from protocol.sampling import FinishReason, SamplingParams
 from tests.simulation.grammars import FIRST_TOKEN_ID, SimulatedMatcher
-from worker_proc.mirror import MirroredRequest
 from worker_proc.null.model import null_vector
 from worker_proc.null.runner import NullRunner
+from worker_proc.request import MirroredRequest
 
 CONTEXT_TOKENS = 4
 

@@ -33,7 +33,8 @@ from tests.simulation.model import FIRST_TOKEN_ID, SimulatedModel
 from worker_proc import mirror
 from worker_proc.drafting.draft_states import HasDraftStates
 from worker_proc.grammar.state import GrammarState
-from worker_proc.mirror import Mirror, MirroredRequest
+from worker_proc.mirror import Mirror
+from worker_proc.request import MirroredRequest
 from worker_proc.shim import WorkerShim
 
 _EVERY = 23

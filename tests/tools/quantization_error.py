@@ -21,7 +21,7 @@ from tests.tools.train_demo_model import encode, read_corpus
 from worker_proc.calibration.self_check import trial_requests
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 from worker_proc.startup.parts import make_backend, make_layout
 from worker_proc.startup.prepare import prepare_model
 

@@ -40,7 +40,8 @@ from transformers import (
     SmolLM3Config,
 )
 
-from worker_proc.loading.loader import LoadedModel, check_model, load_checked, rehearse
+from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.loading.loader import check_model, load_checked, rehearse
 from worker_proc.loading.text_model import auto_class
 from worker_proc.runner import ReportProgress
 

@@ -8,7 +8,7 @@ import torch
 
 from protocol.sampling import SamplingParams
 from worker_proc.inputs import NULL_SLOT, pack_step, slot_mappings
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 CPU = torch.device("cpu")
 BLOCK_SIZE = 4

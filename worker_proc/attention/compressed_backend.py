@@ -13,13 +13,13 @@ from worker_proc.attention.native import NativeBackend
 from worker_proc.attention.work import Shares, Work
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import CompressedSpec
-from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.structures import (
     CompressedLayerArgs,
     CompressedRowsArgs,
     CompressorArgs,
     RowsArgs,
 )
+from worker_proc.request import ScheduledRequest
 
 
 class CompressedBackend(NativeBackend):

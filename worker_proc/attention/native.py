@@ -20,9 +20,9 @@ from worker_proc.kv.kv_format import CODE_DTYPE, KVFormat
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.kv.window import first_visible
-from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, rows_args
 from worker_proc.native.structures import LayerArgs, RowTermsArgs, StepArgs
+from worker_proc.request import ScheduledRequest
 
 MAX_HEAD_DIM = 512
 MAX_HEADS_PER_KV_HEAD = 32

@@ -18,7 +18,8 @@ from transformers.modeling_utils import PreTrainedModel
 from worker_proc.attention.compression import Compression, take_compressors
 from worker_proc.attention.indexers import choose_all, indexers_of
 from worker_proc.attention.interface import has_own_attention
-from worker_proc.attention.recorder import NUM_PROBE_TOKENS, ProbedLayer, Recorder
+from worker_proc.attention.probed_layer import ProbedLayer
+from worker_proc.attention.recorder import NUM_PROBE_TOKENS, Recorder
 from worker_proc.attention.recording import recording
 from worker_proc.attention.score_terms import (
     distance_terms_of,

@@ -5,7 +5,7 @@ It records the calls of a forward; see probe.py.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from worker_proc.attention.compression import MAX_COMPRESSED_HEADS, compression_
 from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.observed_masks import MaskFunction, Visibility, observe
+from worker_proc.attention.probed_layer import ProbedLayer, RowTerms
 from worker_proc.attention.score_terms import (
     distance_terms_of,
     key_biases_of,
@@ -64,35 +65,6 @@ class ProbedMask:
         if other is not ALL_TOKENS:
             raise UnsupportedModel("its own code computes with a mask (and)")
         return self
-
-
-class RowTerms(NamedTuple):
-    """Score terms of a layer that are computed from rows; see score_terms.py."""
-
-    num_distances: int = 0
-    """The number of distances for which each query has biases; 0: no biases."""
-    has_row_sinks: bool = False
-    """True if each query has its own sinks."""
-    has_key_biases: bool = False
-    """True if keys have biases, in the last dimensions of their heads."""
-
-
-NO_ROW_TERMS = RowTerms()
-
-
-@dataclass(frozen=True, slots=True)
-class ProbedLayer:
-    """An attention call of the forward."""
-
-    module_name: str
-    spec: LayerSpec
-    sinks: str | None = None
-    """The name of the parameter that holds its sinks, one for each head."""
-    biases: str | None = None
-    """The name of the buffer that is added to scores, by head and key position."""
-    bias_origin: int | None = None
-    """The column of a row's own key in that buffer; see `PagedLayer`."""
-    row_terms: RowTerms = NO_ROW_TERMS
 
 
 def _without_rows(shape: Sequence[int]) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from worker_proc.inputs import StepInputs, slot_mappings, to_device
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
 from worker_proc.kv.window import first_visible
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 from worker_proc.runner import PORTABLE_ATTENTION
 
 MAX_GROUP_TOKENS = 2**17  # most padded tokens in a group, which bounds its memory

@@ -20,7 +20,7 @@ from worker_proc.calibration.self_check import TEXT_LENGTHS, check_texts, comput
 from worker_proc.calibration.token_parts import distinct_parts, recorded_calls
 from worker_proc.calibration.token_products import TokenProducts
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.packed_linear import PACKED_DTYPES, PackedLinear
 from worker_proc.recurrent.rowwise import RowwiseFunctions
 

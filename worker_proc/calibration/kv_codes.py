@@ -21,7 +21,7 @@ from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_format import KVFormat, round_rows
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 
 
 class RoundedRows:

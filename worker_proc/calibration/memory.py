@@ -12,8 +12,8 @@ from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.host_limits import available_memory
-from worker_proc.loading.loader import LoadedModel
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.sampling.sampler import Sampler
 
 DEFAULT_CPU_CACHE_BYTES = 4 * 1024**3

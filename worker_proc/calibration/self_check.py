@@ -21,9 +21,9 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import pack_step, to_device
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.loading.loader import LoadedModel
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.recurrent.layers import own_forwards
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 TEXT_LENGTHS = (5, 3)
 NUM_DECODED = 2

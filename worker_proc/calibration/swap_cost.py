@@ -13,8 +13,8 @@ from worker_proc.calibration.self_check import trial_requests
 from worker_proc.forward import attach_cache, compute_logits, state_pool_of
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.loading.loader import LoadedModel
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.request import ScheduledRequest
 
 NUM_COPIED_BLOCKS = 8
 NUM_REPEATS = 7

@@ -12,7 +12,7 @@ from worker_proc.cuda.block_kernels import store_kernel
 from worker_proc.cuda.split_kernels import combine_kernel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 INTERPRETED_UNITS = 8
 """The number of multiprocessors that is assumed when the kernels are interpreted."""

@@ -11,7 +11,7 @@ from worker_proc.cuda.block_tables import BlockTables
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import Shapes
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 
 class StepAttention(Protocol):

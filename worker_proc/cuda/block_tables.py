@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 MIN_ROWS, MIN_BLOCKS = 16, 64
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 
 from protocol.config import AttentionName, WorkerConfig
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.cuda.device import uses_triton
 from worker_proc.errors import UnsupportedModel
 

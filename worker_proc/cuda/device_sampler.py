@@ -15,7 +15,7 @@ from worker_proc.cuda.backend import CudaBackend
 from worker_proc.cuda.choice import choose, lines_to_device, pack_parameters
 from worker_proc.cuda.choice_kernels import NUM_COLUMNS, feed_kernel
 from worker_proc.inputs import StepInputs, to_device
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 FEED_TILE = 256
 

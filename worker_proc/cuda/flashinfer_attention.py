@@ -16,7 +16,7 @@ from worker_proc.attention.interface import PagedLayer, Scoring
 from worker_proc.cuda.attention import PagedStep
 from worker_proc.cuda.page_table import PageTable, page_table
 from worker_proc.errors import UnsupportedModel, describe
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 WORKSPACE_BYTES = 384 * 2**20
 """For partial results. The planner requires up to about 2 · multiprocessors · query heads of a KV

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from protocol.core_worker import NULL_BLOCK
 from worker_proc.kv.window import first_visible
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 
 class PageTable(NamedTuple):

@@ -22,7 +22,7 @@ from worker_proc.cuda.pointwise import (
 from worker_proc.cuda.products import multiply
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.loading.layer_executor import Angles
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.ranks import Ranks
 from worker_proc.modules.rowwise_linear import Multiply, multiply_rowwise
 

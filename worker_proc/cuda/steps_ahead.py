@@ -10,9 +10,9 @@ from worker_proc.cuda.device_sampler import DeviceSampler, TokenCopy
 from worker_proc.cuda.graphs import DecodeGraphs
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import StepInputs
-from worker_proc.mirror import ScheduledRequest
 from worker_proc.parallel.device_group import DIFFERS, DeviceGroup
 from worker_proc.parallel.exchange import RanksDiffer
+from worker_proc.request import ScheduledRequest
 from worker_proc.sampling.step_sampler import NOT_FINITE
 
 

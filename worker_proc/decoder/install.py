@@ -41,7 +41,7 @@ from worker_proc.decoder.whole import WholeModel, install_whole, read_ends, unin
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.layer_executor import LayerExecutor, Stack
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.modules.experts.mixture import FusedExperts
 from worker_proc.modules.trial_errors import TRIAL_SCALES

@@ -20,7 +20,7 @@ from worker_proc.decoder.angles import AngleCall, AngleTable
 from worker_proc.decoder.program import ProgramWriter
 from worker_proc.decoder.segments import Program
 from worker_proc.decoder.stack import DecoderStack, pointers, restore_forwards
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.packed_linear import NativeLinear, output_layer
 from worker_proc.modules.packed_table import PackedTable
 from worker_proc.modules.pointwise import FusedRMSNorm

@@ -28,8 +28,8 @@ from worker_proc.drafting.draft_progress import DraftProgress
 from worker_proc.forward import compute_logits
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_pool import KVPool
-from worker_proc.loading.loader import LoadedModel
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.sampling.sampler import Sampler
 
 

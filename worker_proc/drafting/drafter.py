@@ -5,7 +5,8 @@ from collections.abc import Callable, Sequence
 from protocol.core_worker import SchedulerOutput
 from worker_proc.drafting.draft_model import DraftModel
 from worker_proc.drafting.repetitions import propose_repetitions
-from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.mirror import Mirror
+from worker_proc.request import ScheduledRequest
 
 
 class Drafter:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from worker_proc.drafting.ngram_index import NgramIndex
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 
 def propose_repetitions(scheduled: Sequence[ScheduledRequest]) -> None:

@@ -4,7 +4,7 @@ from protocol.message import MAX_TEXT
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.errors import GrammarError
 from worker_proc.grammar.state import GrammarState
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 
 def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None) -> GrammarState:

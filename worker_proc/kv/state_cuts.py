@@ -2,7 +2,7 @@
 
 from protocol.core_worker import NULL_BLOCK
 from worker_proc.errors import MirrorError
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 
 
 def state_source(part: ScheduledRequest, block_size: int) -> int | None:

@@ -6,8 +6,8 @@ of its tensors.
 """
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from worker_proc.attention.compression import take_compressors
 from worker_proc.attention.indexers import choose_all
 from worker_proc.attention.interface import IMPLEMENTATION, paged_attention, set_implementation
 from worker_proc.attention.probe import is_within
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import are_causal
 from worker_proc.attention.score_terms import take_score_terms
 from worker_proc.attention.within_tokens import attend_in_tokens
 from worker_proc.errors import CheckpointError, unsupported_failures
@@ -41,6 +41,7 @@ from worker_proc.loading.inspection import (
 )
 from worker_proc.loading.kept_rows import keep_rows
 from worker_proc.loading.load_contexts import reported, straight_to
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.plain_linears import keep_read, make_linears_plain
 from worker_proc.loading.pooling_model import (
@@ -60,12 +61,10 @@ from worker_proc.quantization.files import QuantizedFiles
 from worker_proc.quantization.formats import is_quantized
 from worker_proc.quantization.headers import StoredTensor, read_headers, read_object
 from worker_proc.quantization.model import load_quantized, load_state
-from worker_proc.quantization.report import CodesReport
 from worker_proc.quantization.scheme import CheckpointFormat
 from worker_proc.quantization.weight_files import WeightFiles
-from worker_proc.recurrent.state_spec import RecurrentSpec
 from worker_proc.runner import ReportProgress
-from worker_proc.sampling.heads import DenseHead, Head, SequenceHead
+from worker_proc.sampling.heads import DenseHead, SequenceHead
 
 _OPTIONS: dict[str, Any] = {
     "attn_implementation": "eager",  # towers may support only transformers' own names
@@ -76,48 +75,6 @@ _OPTIONS: dict[str, Any] = {
 """Options for loading a model through transformers, however its weights are read."""
 _Read = Callable[[dict[str, Any]], tuple[PreTrainedModel, dict[str, Any]]]
 """Loads a model with options for transformers; returns it with its loading info."""
-
-
-@dataclass(frozen=True, slots=True)
-class LoadedModel:
-    """A model with its weights, and facts from its configuration."""
-
-    model: PreTrainedModel | PoolingModel
-    layers: list[ProbedLayer]  # attention layers, in call order
-    dtype: torch.dtype
-    device: torch.device
-    vocab_size: int
-    model_len: int  # longest context that the model can compute
-    eos_token_ids: list[int]
-    recurrent: list[RecurrentSpec] = field(default_factory=list)
-    """Modules with a recurrent state, in call order."""
-    codes: CodesReport | None = None
-    """Records how the weights of a quantized checkpoint are stored; None: it is not quantized."""
-    kind: ModelKind = ModelKind.GENERATES
-    pooling: PoolingType = PoolingType.LAST
-    """The pooling of a classification head, or of requests that do not choose one."""
-    head: Head | None = None
-    """The module applied after pooling."""
-    has_own_attention: bool = False
-    """True if the model's own code computes attention, and still has to be replaced."""
-    has_token_types: bool = False
-    """True if the two texts of a pair have different token types."""
-    has_attention: bool = True
-    """True if the model has attention layers; a pipeline stage may have none."""
-    has_states: bool = False
-    """True if the model has modules with a recurrent state; a pipeline stage may have none."""
-    row_shapes: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """The row shapes that modules with 2-D matrices take, by name, without the text dimensions."""
-    argument_shapes: Mapping[str, Mapping[str, Sequence[int]]] = field(default_factory=dict)
-    """The argument shapes of modules with 3-D matrices, by name; 0 stands for the number of
-    rows."""
-    summed: Sequence[str] = ()
-    """Names of the modules whose outputs the ranks sum, if several ranks divide the model."""
-
-    @property
-    def is_causal(self) -> bool:
-        """True if a token attends to preceding ones only; False: a text is computed at once."""
-        return _is_causal(self.layers)
 
 
 class CheckedModel(NamedTuple):
@@ -135,7 +92,7 @@ class CheckedModel(NamedTuple):
     @property
     def is_causal(self) -> bool:
         """As `LoadedModel.is_causal`."""
-        return _is_causal(self.inspected.probed.layers)
+        return are_causal(self.inspected.probed.layers)
 
     @property
     def num_bytes(self) -> int:
@@ -259,10 +216,6 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     return _with_head(loaded, model, checked)
 
 
-def _is_causal(layers: Sequence[ProbedLayer]) -> bool:
-    return not layers or layers[0].spec.is_causal
-
-
 def _report_nothing(phase: str, done: int, total: int) -> None:
     """Ignore a progress report."""
 
@@ -276,7 +229,7 @@ def _open(directory: str, stored: dict[str, StoredTensor], format: CheckpointFor
 
 def _pooling(inspected: InspectedModel) -> PoolingType:
     """Return the pooling of requests that do not choose one."""
-    is_causal = _is_causal(inspected.probed.layers)
+    is_causal = are_causal(inspected.probed.layers)
     return inspected.modules.pooling or (PoolingType.LAST if is_causal else PoolingType.CLS)
 
 

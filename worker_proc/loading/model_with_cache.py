@@ -7,7 +7,7 @@ from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.kv.kv_pool import KVPool
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.offload.memory import BlockMemory
 
 

@@ -6,7 +6,7 @@ from protocol.process.model_files import ModelFiles
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.loading.layer_executor import LayerExecutor
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.passages import StageModel
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.native.kernels import NativeLibrary

@@ -17,7 +17,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.recurrent.cache_argument import CACHE

@@ -23,13 +23,13 @@ from worker_proc.attention.interface import (
     PagedLayer,
     set_implementation,
 )
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.errors import UnsupportedModel
 from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.coded_weights import dequantized
 from worker_proc.modules.trial_calls import Call, at_positions, record_calls
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest_row_error

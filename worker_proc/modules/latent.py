@@ -25,10 +25,10 @@ from worker_proc.attention.latent_products import (
     TorchProducts,
 )
 from worker_proc.attention.native import can_attend
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.coded_weights import dequantize_weights, dequantized
 from worker_proc.modules.trial_calls import Call, as_float, compute_text, first_calls
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest, greatest_row_error

@@ -25,7 +25,7 @@ from worker_proc.attention.interface import (
     set_implementation,
     transformers_attention,
 )
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.attention.stand_ins import (
     OWN_ATTENTION,
     OwnCache,
@@ -35,7 +35,7 @@ from worker_proc.attention.stand_ins import (
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.trial_calls import first_calls, in_float32
 from worker_proc.modules.trial_errors import TRIAL_SCALES, greatest, greatest_row_error
 from worker_proc.recurrent.cache_argument import CACHE

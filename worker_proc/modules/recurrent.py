@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from worker_proc.errors import UnsupportedModel
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.gated_norm import fuse_gated_norms
 from worker_proc.modules.left_factors import pack_left_factors, pack_right_factors
 from worker_proc.modules.packed_linear import can_pack

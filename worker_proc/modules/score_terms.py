@@ -24,7 +24,7 @@ from worker_proc.attention.interface import (
     set_implementation,
 )
 from worker_proc.attention.native import NativeBackend, can_attend
-from worker_proc.attention.recorder import NO_ROW_TERMS, ProbedLayer
+from worker_proc.attention.probed_layer import NO_ROW_TERMS, ProbedLayer
 from worker_proc.attention.score_terms import PRODUCT, distance_terms_of
 from worker_proc.attention.sdpa import Rule, SdpaBackend
 from worker_proc.errors import UnsupportedModel
@@ -32,7 +32,7 @@ from worker_proc.inputs import StepInputs
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.row_positions import PackedPositions, PastTokens, counts_from_cache
 from worker_proc.modules.packed_linear import can_pack, make_linear
 from worker_proc.modules.trial_calls import Call, at_positions, in_float32, record_calls

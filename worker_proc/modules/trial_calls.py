@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from worker_proc.attention.interface import transformers_attention
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.coded_weights import dequantized
 
 Call = dict[str, Any]

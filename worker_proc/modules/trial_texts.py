@@ -7,7 +7,7 @@ import torch
 
 from protocol.sampling import SamplingParams
 from worker_proc.inputs import StepInputs, pack_step
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 STEPS = (1, 21, 44, 1, 3)
 """Tokens of each text in a step; their sum exceeds transformers' chunks of 64."""

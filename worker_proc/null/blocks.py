@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 from protocol.core_worker import ModelFacts, SchedulerOutput
 from worker_proc.errors import MirrorError
 from worker_proc.kv.window import first_visible
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 T = TypeVar("T")
 

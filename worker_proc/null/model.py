@@ -6,7 +6,7 @@ from binascii import crc32
 from collections.abc import Sequence
 
 from protocol.message import pack_token_ids
-from worker_proc.mirror import MirroredRequest
+from worker_proc.request import MirroredRequest
 
 CONTEXT_TOKENS = 4  # tokens before the next one that it depends on, besides its position
 ONE_DRAFT_WRONG_IN = 4

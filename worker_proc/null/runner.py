@@ -22,12 +22,13 @@ from protocol.transport.runtime import Clock
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import follow, grammar_state_of
-from worker_proc.mirror import Mirror, MirroredRequest, ScheduledRequest
+from worker_proc.mirror import Mirror
 from worker_proc.null.blocks import NullBlocks
 from worker_proc.null.model import allows, draft_token_ids, next_token_id, null_vector
 from worker_proc.null.state_memory import NullStateMemory
 from worker_proc.null.states import NullStates
 from worker_proc.offload.memory import NoMemory
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.runner import ComputedStep
 from worker_proc.sampling.thinking import forced_token
 from worker_proc.sampling.verification import count_valid

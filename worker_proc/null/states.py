@@ -12,7 +12,7 @@ from protocol.core_worker import BlockCopies
 from protocol.message import pack_token_ids
 from worker_proc.errors import MirrorError
 from worker_proc.kv.state_cuts import state_cuts, state_source
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 
 class State(NamedTuple):

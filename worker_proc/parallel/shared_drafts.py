@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_proc.mirror import ScheduledRequest
 from worker_proc.parallel.exchange import RankExchange
+from worker_proc.request import ScheduledRequest
 
 
 class SharedDrafts:

@@ -7,7 +7,7 @@ import torch
 from worker_proc.attention.interface import transformers_attention
 from worker_proc.calibration.same_bits import have_same_bits
 from worker_proc.loading.deferred_module import make_generator
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.passages import StageModel
 from worker_proc.parallel.stages import hidden_size, refuse_stages
 from worker_proc.recurrent.layers import own_forwards

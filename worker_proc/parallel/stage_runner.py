@@ -23,10 +23,11 @@ from worker_proc.errors import MirrorError
 from worker_proc.forward import state_pool_of
 from worker_proc.inputs import pack_step
 from worker_proc.loading.model_with_cache import ModelWithCache
-from worker_proc.mirror import Mirror, ScheduledRequest
+from worker_proc.mirror import Mirror
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.step_results import unpack_results
+from worker_proc.request import ScheduledRequest
 from worker_proc.runner import ComputedStep, LaunchedStep
 
 

@@ -28,7 +28,8 @@ from worker_proc.adapters.sites import OtherStages
 from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.probe import ProbedModel, is_within
 from worker_proc.errors import UnsupportedModel
-from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
+from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.passages import AnyRows, LayerForm, Passage, StageModel
 from worker_proc.loading.rescaled_layers import divisor_behind

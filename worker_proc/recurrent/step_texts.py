@@ -9,8 +9,8 @@ from protocol.core_worker import NULL_BLOCK
 from worker_proc.errors import MirrorError
 from worker_proc.inputs import BegunBlock, StepInputs
 from worker_proc.kv.state_cuts import state_cuts, state_source
-from worker_proc.mirror import ScheduledRequest
 from worker_proc.native.recurrence import RecurrentTexts
+from worker_proc.request import ScheduledRequest
 
 NO_STATE = -1
 """Source of a text that begins with a zero state."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from protocol.sampling import MAX_EMBEDDING_SIZE, Pooling, PoolingType
-from worker_proc.mirror import ScheduledRequest
+from worker_proc.request import ScheduledRequest
 from worker_proc.sampling.heads import Head
 
 _ROWS_AT_ONCE = 256

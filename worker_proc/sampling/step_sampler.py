@@ -11,7 +11,7 @@ from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import grammar_state_of
 from worker_proc.grammar.masks import MaskComputer, MaskedRows, RowMasks
 from worker_proc.inputs import StepInputs
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.sampling.sampler import Sampler
 from worker_proc.sampling.verification import DraftedRow, count_valid, rows_to_sample
 

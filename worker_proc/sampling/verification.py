@@ -8,7 +8,7 @@ sampled token give exactly the tokens of a run without drafts; the other rows ar
 from collections.abc import Sequence
 from functools import cached_property
 
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 
 class DraftedRow:

@@ -8,7 +8,7 @@ from worker_proc.calibration.memory import available_cache_bytes
 from worker_proc.drafting.draft_model import num_spare_blocks
 from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_groups import KVLayout
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.recurrent.sizing import StateBlockCounts, choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes

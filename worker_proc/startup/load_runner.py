@@ -18,7 +18,7 @@ from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.model_with_cache import ModelWithCache
 from worker_proc.loading.prepared import PreparedModel

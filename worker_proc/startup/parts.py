@@ -17,7 +17,7 @@ from worker_proc.kv import kv_tensors
 from worker_proc.kv.kv_format import FORMATS, KVFormat
 from worker_proc.kv.kv_groups import KVLayout, lay_out
 from worker_proc.loading.host_limits import available_memory
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.parallel.device_group import DeviceGroup
 from worker_proc.parallel.share import Share

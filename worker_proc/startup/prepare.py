@@ -20,7 +20,8 @@ from worker_proc.grammar.vocabulary import Vocabulary
 from worker_proc.loading.checkpoint_identity import checkpoint_identity
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.loading.layer_executor import LayerExecutor
-from worker_proc.loading.loader import LoadedModel, load_checked
+from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.loading.loader import load_checked
 from worker_proc.loading.mapped_pages import release_mapped_pages
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs, with_proof

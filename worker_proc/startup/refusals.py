@@ -10,7 +10,7 @@ from typing import NamedTuple
 from protocol.config import EngineConfig, KVCacheDtype, ModelConfig, Quantization, WorkerConfig
 from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.native import can_attend
-from worker_proc.attention.recorder import NO_ROW_TERMS, ProbedLayer
+from worker_proc.attention.probed_layer import NO_ROW_TERMS, ProbedLayer
 from worker_proc.calibration.memory import max_cache_bytes
 from worker_proc.cuda.coverage import choose_attention
 from worker_proc.errors import CheckpointError, UnsupportedModel, unsupported_failures

@@ -14,7 +14,7 @@ from protocol.sampling import SamplingParams
 from scripts.bench.client import BenchError
 from scripts.bench.report import Record, RunRecord
 from scripts.bench.rounds import add
-from worker_proc.mirror import MirroredRequest
+from worker_proc.request import MirroredRequest
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -25,7 +25,7 @@ from worker_proc.attention.latent_attention import LatentAttention
 from worker_proc.attention.latent_products import Angles, LatentShape, NativeProducts, TorchProducts
 from worker_proc.errors import UnsupportedModel
 from worker_proc.kv.kv_tensors import bytes_per_block
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules import latent
 from worker_proc.modules.latent import install_latent
 from worker_proc.native.build import build, compiler

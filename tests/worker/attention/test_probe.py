@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from tests.families.configs import FAMILIES, small_config
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.loading.inspection import InspectedModel, inspect_config
 from worker_proc.loading.kept_rows import keep_rows
 

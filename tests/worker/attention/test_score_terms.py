@@ -30,7 +30,8 @@ from tests.worker.parity import (
 from tests.worker.score_term_models import SCORE_TERMS, WIDE
 from worker_proc.attention.indexers import ALL_TOKENS
 from worker_proc.attention.interface import Rows, paged_attention
-from worker_proc.attention.recorder import NUM_PROBE_TOKENS, RowTerms
+from worker_proc.attention.probed_layer import RowTerms
+from worker_proc.attention.recorder import NUM_PROBE_TOKENS
 from worker_proc.attention.score_terms import KEY_BIAS_DIMS, with_key_biases
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading import inspection

@@ -14,9 +14,9 @@ from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build
 from worker_proc.native.kernels import NativeLibrary, load_library
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 CPU = torch.device("cpu")
 NUM_BLOCKS = 400

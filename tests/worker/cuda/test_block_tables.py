@@ -7,7 +7,7 @@ import torch
 
 from protocol.sampling import SamplingParams
 from worker_proc.cuda.block_tables import MIN_BLOCKS, MIN_ROWS, BlockTables
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 PARAMS = SamplingParams()
 

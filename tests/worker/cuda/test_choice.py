@@ -19,7 +19,7 @@ from tests.worker.sampling.rows import (
     random_rows,
     reference_token,
 )
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.sampling.sampler import Sampler
 
 prepare_triton()

@@ -26,9 +26,9 @@ from tests.worker.runners import draft_model_of
 from worker_proc.calibration import self_check
 from worker_proc.decoder import install
 from worker_proc.inputs import pack_step
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.structures import Rotation
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.startup import checks, prepare
 from worker_proc.startup.load_runner import load_model_runner
 

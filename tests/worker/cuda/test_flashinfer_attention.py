@@ -23,14 +23,14 @@ from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
 from tests.worker.parity import make_prompts
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.cuda.coverage import choose_attention
 from worker_proc.cuda.page_table import page_table
 from worker_proc.errors import UnsupportedModel
 from worker_proc.inputs import pack_step
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import KVTensors
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 prepare_triton()
 from worker_proc.cuda.attention import TritonAttention  # noqa: E402

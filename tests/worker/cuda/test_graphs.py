@@ -11,7 +11,7 @@ import torch
 from protocol.sampling import SamplingParams
 from tests.worker.cuda.interpreter import prepare_triton
 from worker_proc.inputs import StepInputs, pack_step
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 
 prepare_triton()
 from worker_proc.cuda import graphs  # noqa: E402

@@ -17,9 +17,9 @@ from tests.worker.checkpoints import ARCHITECTURES, SHAPE, build_checkpoint
 from tests.worker.quantization.loads import load as load_quantized
 from worker_proc.decoder.install import layer_modules
 from worker_proc.inputs import pack_step
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.native.build import build, compiler
 from worker_proc.native.structures import Rotation
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.startup.calibrate import calibrate
 from worker_proc.startup.load_runner import build_runner
 from worker_proc.startup.prepare import prepare_model

@@ -27,11 +27,11 @@ from worker_proc.decoder.stack import DecoderStack
 from worker_proc.decoder.whole import WholeModel
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.modules.packed_linear import PackedLinear
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import ProgramArgs, RunArgs
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.sampling.pooling import captured_hidden_states
 from worker_proc.startup.calibrate import calibrate
 from worker_proc.startup.load_runner import build_runner

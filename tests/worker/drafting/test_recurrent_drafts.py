@@ -27,8 +27,8 @@ from worker_proc.drafting.draft_states import DraftStates
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import state_pool_of
 from worker_proc.inputs import StepInputs, pack_step
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
 from worker_proc.model_runner import ModelRunner
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.runner import LaunchedStep
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}

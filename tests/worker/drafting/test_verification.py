@@ -1,7 +1,7 @@
 """Rows over drafts have the ids that they would have if these were known tokens."""
 
 from protocol.sampling import SamplingParams
-from worker_proc.mirror import MirroredRequest, ScheduledRequest
+from worker_proc.request import MirroredRequest, ScheduledRequest
 from worker_proc.sampling.logit_edits import SamplingRow, banned_words
 from worker_proc.sampling.verification import rows_to_sample
 

@@ -14,7 +14,6 @@ from protocol.sampling import SamplingParams
 from tests.combinations import in_turn
 from worker_proc.errors import MirrorError, UnsupportedModel
 from worker_proc.inputs import BegunBlock
-from worker_proc.mirror import MirroredRequest
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.recurrent.convolution import CausalConvolution
@@ -26,6 +25,7 @@ from worker_proc.recurrent.state_pool import StatePool
 from worker_proc.recurrent.state_spec import RecurrentSpec, StateSpec
 from worker_proc.recurrent.step_texts import NO_STATE, StepTexts, Text
 from worker_proc.recurrent.weighted_average import WeightedAverage
+from worker_proc.request import MirroredRequest
 
 LENGTHS = (37, 9, 1, 20)
 NUM_BLOCKS = 40

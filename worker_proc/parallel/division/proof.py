@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from worker_proc.attention.interface import transformers_attention
 from worker_proc.calibration.self_check import check_texts
-from worker_proc.loading.loader import LoadedModel
+from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.parallel.division.module_division import Division
 from worker_proc.parallel.division.rank_norm import RankNorm
 from worker_proc.parallel.share import Share, refuse

@@ -18,9 +18,10 @@ from torch import nn
 
 from worker_proc.adapters.sites import MatrixPart
 from worker_proc.attention.interface import attending_twice
-from worker_proc.attention.recorder import ProbedLayer
+from worker_proc.attention.probed_layer import ProbedLayer
 from worker_proc.kv.kv_groups import LayerSpec
-from worker_proc.loading.loader import CheckedModel, LoadedModel, rehearse
+from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
