@@ -6,7 +6,7 @@ of its tensors.
 """
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -270,7 +270,7 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
 
     Raises CheckpointError if tensors are missing, misshapen or unused.
     """
-    directory, device, inspected, stored, _, _ = checked
+    directory, device, inspected, *_ = checked
     ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, paged_attention)
     unused_modules: tuple[str, ...] = inspected.probed.unused_modules
     if inspected.kind is ModelKind.EMBEDS:
@@ -289,8 +289,28 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
                 model, info = without_libraries(partial(read, options))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
+    problems = _problems(checked, model, info, unused_modules)
+    if problems:
+        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
+        raise CheckpointError(f"{directory} {', '.join(problems[:3])}{more}")
+    if not inspected.probed.has_own_attention:
+        set_implementation(model, IMPLEMENTATION)
+    return model
+
+
+def _problems(
+    checked: CheckedModel,
+    model: PreTrainedModel,
+    info: dict[str, Any],
+    unused_modules: Collection[str],
+) -> list[str]:
+    """Return the missing, misshapen and unused tensors of a checkpoint, in words.
+
+    `info` is transformers' report of the load.
+    """
+    inspected, stored = checked.inspected, checked.stored
     missing = set(info["missing_keys"])
-    if device.type == "meta":
+    if checked.device.type == "meta":
         missing -= {name for name, one in model.named_buffers() if not one.is_floating_point()}
     problems = [f"misses {key}" for key in sorted(missing)]
     problems += [f"has another shape of {key}" for key in sorted(map(str, info["mismatched_keys"]))]
@@ -304,12 +324,7 @@ def _load_weights(checked: CheckedModel, read: _Read, progress: ReportProgress) 
         and not (is_tied and key.endswith("lm_head.weight"))
         and not (inspected.kind is ModelKind.EMBEDS and is_of_head(key, model))
     ]
-    if problems:
-        more = f" and {len(problems) - 3} more" if len(problems) > 3 else ""
-        raise CheckpointError(f"{directory} {', '.join(problems[:3])}{more}")
-    if not inspected.probed.has_own_attention:
-        set_implementation(model, IMPLEMENTATION)
-    return model
+    return problems
 
 
 def _reader(checked: CheckedModel) -> _Read:
