@@ -136,7 +136,10 @@ class NativeProducts:
         self._shape = shape
         self._rotation = rotation
         keys, values = split_weight(weight, shape)
-        self._keys, self._values = library.pack_experts(keys), library.pack_experts(values)
+        self._keys, self._values = (
+            library.packer.pack_experts(keys),
+            library.packer.pack_experts(values),
+        )
 
     def queries(
         self, query: torch.Tensor, row: torch.Tensor, angles: Angles | None

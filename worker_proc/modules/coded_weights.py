@@ -11,8 +11,9 @@ from typing import cast
 import torch
 from torch import nn
 
-from worker_proc.native.kernels import Matrices, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
+from worker_proc.native.weight_packer import Matrices
 from worker_proc.quantization.coded_tensor import CodedTensor
 from worker_proc.quantization.packing import (
     CannotJoin,
@@ -42,7 +43,7 @@ def pack_weight(
         if packed is not None:
             return packed
         weight = weight.dequantize()
-    return library.pack(weight.detach(), bias, smallest(format, weight.dtype), gates=gates)
+    return library.packer.pack(weight.detach(), bias, smallest(format, weight.dtype), gates=gates)
 
 
 def smallest(format: Format, dtype: torch.dtype) -> Format:
@@ -69,7 +70,7 @@ def pack_expert_weights(
             return packed
         weights = weights.dequantize()
     format = smallest(format, weights[0].dtype)
-    return library.pack_experts(weights, format, gates=gates, biases=biases)
+    return library.packer.pack_experts(weights, format, gates=gates, biases=biases)
 
 
 def takes_row_codes(weight: torch.Tensor) -> bool:

@@ -33,7 +33,7 @@ class GroupedLinear(PackedLinear):
         self.num_groups, self.num_outputs = num_groups, len(weight) // num_groups
         groups = weight.detach().view(num_groups, self.num_outputs, self.in_features)
         self._library = library
-        self._packed = library.pack_experts(groups)
+        self._packed = library.packer.pack_experts(groups)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return `[..., num_groups, outputs]` for `[..., num_groups, inputs]`."""

@@ -207,7 +207,7 @@ def rounded_copy(weight: torch.Tensor, library: NativeLibrary, format: Format) -
     its file.
     """
     rounded = weight.detach().clone(memory_format=torch.contiguous_format)
-    library.round(rounded, format)
+    library.packer.round(rounded, format)
     return nn.Parameter(rounded, requires_grad=False)
 
 

@@ -34,7 +34,7 @@ class PackedMatrix:
         self._weight = weight.detach() if can_be_cast else None
         self._casts: dict[torch.dtype, PackedMatrix] = {}
         self._was_used = False
-        self._packed = library.pack(weight.detach().to(self.dtype), None)
+        self._packed = library.packer.pack(weight.detach().to(self.dtype), None)
         self._instruction = projection(self._packed)
 
     def to(self, target: torch.dtype) -> "PackedMatrix":

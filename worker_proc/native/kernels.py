@@ -9,24 +9,17 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn.functional import pad
 
-from worker_proc.native import huge_pages
 from worker_proc.native.build import library_path, prebuilt_path
 from worker_proc.native.exchange import ExchangeArgs, NativeExchange
 from worker_proc.native.instructions import coded_stride
 from worker_proc.native.packed_weights import (
-    CODES,
     GROUPED,
-    PANEL_OUTPUTS,
-    UNIT_STEP,
     Format,
-    PackedWeight,
-    packed_bias,
-    round_up,
 )
 from worker_proc.native.recurrence import (
     ConvolutionArgs,
@@ -59,12 +52,12 @@ from worker_proc.native.structures import (
     StreamMixingArgs,
     WholeTextsArgs,
 )
+from worker_proc.native.weight_packer import WeightPacker
 
 NATIVE_DTYPES = (torch.float32, torch.bfloat16)
 
 _log = logging.getLogger("troika.worker")
 _POINTER, _INT, _LONG, _FLOAT = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64, ctypes.c_float
-_GATES = 16  # of a pair of panels
 _UNIT_BYTES = 4
 _ARGUMENTS: dict[str, tuple[Any, ...]] = {
     "troika_attend": (*[_POINTER] * 7, _FLOAT, _FLOAT),
@@ -97,14 +90,6 @@ _ARGUMENTS: dict[str, tuple[Any, ...]] = {
 }
 
 
-class Matrices(Protocol):
-    """The weights of several experts; a tensor `[num_experts, num_outputs, num_inputs]` is one."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> torch.Tensor: ...
-
-
 class NativeLibrary:
     """The compiled kernels. Rows are float32 or bfloat16."""
 
@@ -128,6 +113,7 @@ class NativeLibrary:
         if uses_floats is None:
             uses_floats = bool(self._library.troika_floats_are_faster())
         self._library.troika_use_floats(uses_floats)
+        self.packer = WeightPacker(self._library)
         self.has_pairs = bool(self._library.troika_has_pairs())
         """Whether attention in bfloat16 has kernels for pairs (attention/pair_attention.h)."""
 
@@ -245,119 +231,6 @@ class NativeLibrary:
     def weighted_average(self, scan: WeightedAverageArgs, texts: RecurrentTexts) -> None:
         """Average the values of each text by weight, and save the states at its cuts."""
         self._library.troika_weighted_average(ctypes.byref(scan), ctypes.byref(texts))
-
-    def pack(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None,
-        format: Format = Format.UNITS,
-        *,
-        gates: bool = False,
-    ) -> PackedWeight:
-        """Pack `[num_outputs, num_inputs]`; with `gates` half of the outputs are gates.
-
-        Codes need weights in bfloat16, and stand for what `round` makes of them. What cannot be
-        COMPACT becomes UNITS: exponents may differ too much, and some processors gain nothing.
-        """
-        weight = weight.contiguous()
-        num_outputs, num_inputs = weight.shape
-        per_unit = CODES[format].per_unit if format in CODES else _UNIT_BYTES // weight.itemsize
-        num_units = round_up(num_inputs, per_unit * UNIT_STEP) // per_unit
-        columns, step = (num_outputs // 2, _GATES) if gates else (num_outputs, PANEL_OUTPUTS)
-        num_pairs = -(-columns // step)
-        if bias is not None:
-            bias = packed_bias(bias, gates=gates)
-        sizes = num_inputs, num_units, num_pairs
-        assert format not in GROUPED  # whose codes are read, and not made of weights
-        assert format is Format.UNITS or weight.dtype == torch.bfloat16
-        if format is Format.COMPACT:
-            parts = self._pack_compact(weight, num_units, num_pairs, gates=gates)
-            if parts is not None:
-                return PackedWeight(*parts, bias, *sizes, format)
-            format = Format.UNITS
-        shape = num_outputs, num_inputs, gates
-        if format is Format.UNITS:
-            panels = huge_pages.empty(num_pairs * PANEL_OUTPUTS * num_units, torch.int32)
-            is_bf16 = weight.dtype == torch.bfloat16
-            self._library.troika_pack(weight.data_ptr(), is_bf16, *shape, panels.data_ptr())
-            return PackedWeight(panels, None, bias, *sizes, format)
-        codes = CODES[format]
-        width = round_up(num_inputs, self._library.troika_coded_inputs(format))
-        num_groups = 1 if codes.group_inputs is None else -(-width // codes.group_inputs)
-        num_panel_outputs = num_pairs * PANEL_OUTPUTS
-        panels = huge_pages.empty(num_panel_outputs * width // codes.per_byte, torch.uint8)
-        panels.zero_()
-        scales = torch.zeros(num_panel_outputs * num_groups, dtype=codes.scale_dtype)
-        pointers = panels.data_ptr(), scales.data_ptr()
-        self._library.troika_pack_codes(weight.data_ptr(), format, *shape, *pointers)
-        return PackedWeight(panels, scales, bias, *sizes, format)
-
-    def _pack_compact(
-        self, weight: torch.Tensor, num_units: int, num_pairs: int, *, gates: bool
-    ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Return the codes of a weight and what is stored with them; None: it has none."""
-        sizes = _LONG(), _LONG()
-        self._library.troika_compact_bytes(num_units, *map(ctypes.byref, sizes))
-        if not sizes[0].value:
-            return None
-        codes, others = (huge_pages.empty(num_pairs * size.value, torch.uint8) for size in sizes)
-        is_packed = _INT()
-        self._library.troika_pack_compact(
-            weight.data_ptr(),
-            *weight.shape,
-            gates,
-            codes.data_ptr(),
-            others.data_ptr(),
-            ctypes.byref(is_packed),
-        )
-        return (codes, others) if is_packed.value else None
-
-    def round(self, weight: torch.Tensor, format: Format) -> None:
-        """Round a weight in place to what codes can stand for.
-
-        It is `[..., num_outputs, num_inputs]`, and in bfloat16.
-        """
-        assert weight.dtype == torch.bfloat16
-        assert weight.is_contiguous()
-        rows = weight.view(-1, weight.shape[-1])
-        self._library.troika_round(rows.data_ptr(), format, *rows.shape)
-
-    def pack_experts(
-        self,
-        weights: Matrices,
-        format: Format = Format.UNITS,
-        *,
-        gates: bool = False,
-        biases: torch.Tensor | None = None,
-    ) -> PackedWeight:
-        """Pack `[num_outputs, num_inputs]` of each expert, one expert after the other.
-
-        Panels, scales and biases are those of all experts, and the sizes those of one. `biases`
-        are `[num_experts, num_outputs]`.
-        """
-        count = len(weights)
-
-        def pack(number: int) -> PackedWeight:
-            bias = None if biases is None else biases[number]
-            return self.pack(weights[number].detach(), bias, format, gates=gates)
-
-        first = _outside(pack(0))  # so that the weight of all takes its place
-        panels, scales, bias = (
-            None if part is None else huge_pages.empty(count * len(part), part.dtype)
-            for part in first[:3]
-        )
-        assert panels is not None
-        for number in range(count):
-            one = pack(number) if number > 0 else first
-            if one.format is not first.format:  # not all can be COMPACT
-                del first, one, panels, scales, bias  # there may be no memory for both
-                return self.pack_experts(weights, Format.UNITS, gates=gates, biases=biases)
-            panels.view(count, -1)[number] = one.panels
-            if scales is not None and one.scales is not None:
-                scales.view(count, -1)[number] = one.scales
-            if bias is not None and one.bias is not None:
-                bias.view(count, -1)[number] = one.bias
-        return first._replace(panels=panels, scales=scales, bias=bias)
 
     def project(
         self,
@@ -502,12 +375,6 @@ def load_library() -> NativeLibrary | None:
     except (OSError, RuntimeError, AttributeError) as error:
         _log.debug("computing without native kernels: %s", error)
         return None
-
-
-def _outside(weight: PackedWeight) -> PackedWeight:
-    """Return a copy of a weight in ordinary pages."""
-    scales = None if weight.scales is None else weight.scales.clone()
-    return weight._replace(panels=weight.panels.clone(), scales=scales)
 
 
 def _dense_rows(hidden: torch.Tensor) -> torch.Tensor:

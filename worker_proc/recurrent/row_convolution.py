@@ -77,7 +77,7 @@ class Convolutions:
         library = self._library
         if library is None:
             return lambda rows: functional.linear(rows, matrix)
-        packed = library.pack(matrix, None)
+        packed = library.packer.pack(matrix, None)
         instruction = projection(packed)
 
         def multiply(rows: torch.Tensor) -> torch.Tensor:

@@ -92,7 +92,7 @@ def test_blocks_are_multiplied_as_what_they_stand_for(
     assert obstacle(weight) == ""
     bias = torch.randn(70)
     packed = pack_codes(weight, bias, torch.float32, gates=gates)
-    units = kernels.pack(expected, bias, gates=gates)
+    units = kernels.packer.pack(expected, bias, gates=gates)
     for num_rows in (1, 2, 7, 40, 130):
         rows = torch.randn(num_rows, 768)
         found = product(kernels, packed, rows, gates=gates)

@@ -102,7 +102,7 @@ def test_products_have_the_bits_of_the_formula(
     """For any number of rows: so a row does not depend on the others, NaN among them or not."""
     weight, rows = random_weight(shape), random_rows(max(NUM_ROWS), shape[1])
     bias = torch.randn(shape[0]).bfloat16()
-    packed = kernels.pack(weight, bias, Format.INT8_FOR_CODES)
+    packed = kernels.packer.pack(weight, bias, Format.INT8_FOR_CODES)
     want = expected(weight, rows, bias).bfloat16()
     assert want.isnan().any(1).nonzero().flatten().tolist() == [NAN, INFINITE]
     for zeros in (ZEROS, MINUS_ZEROS, TINY):
@@ -117,7 +117,7 @@ def test_gates_have_the_bits_of_the_formula(shape: tuple[int, int], kernels: Nat
     """With the activation as the kernels compute it alone."""
     weight, rows = random_weight(shape), random_rows(40, shape[1])
     half, bias = shape[0] // 2, torch.randn(shape[0]).bfloat16()
-    packed = kernels.pack(weight, bias, Format.INT8_FOR_CODES, gates=True)
+    packed = kernels.packer.pack(weight, bias, Format.INT8_FOR_CODES, gates=True)
     instruction = projection(packed, epilogue=Epilogue.ACTIVATE, activation=Activation.SILU)
     products = expected(weight, rows, bias).bfloat16()
     opened = kernels.activate(products[:, :half], Activation.SILU)
@@ -136,7 +136,7 @@ def test_the_greatest_sums_are_exact(kernels: NativeLibrary) -> None:
     rows = torch.ones(3, MAX_CODED_INPUTS).bfloat16()
     rows[1] *= -1
     rows[2, ::2] *= -1
-    packed = kernels.pack(weight, None, Format.INT8_FOR_CODES)
+    packed = kernels.packer.pack(weight, None, Format.INT8_FOR_CODES)
     found = kernels.project(projection(packed), rows, packed.num_outputs)[:, :4]
     assert torch.equal(expected(weight, rows, torch.zeros(4)).bfloat16(), found)
     assert 2**31 - 127**2 <= 127**2 * MAX_CODED_INPUTS < 2**31
@@ -156,7 +156,7 @@ def test_other_instructions_give_the_same_bits(target: str, tmp_path: Path) -> N
     compute.argtypes = [ctypes.c_void_p] * 5 + [ctypes.c_int64] * 5
     for shape in SHAPES:
         weight, rows = random_weight(shape), random_rows(30, shape[1])
-        packed = NativeLibrary(build()).pack(weight, None, Format.INT8_FOR_CODES)
+        packed = NativeLibrary(build()).packer.pack(weight, None, Format.INT8_FOR_CODES)
         assert packed.scales is not None
         stride = coded_stride(shape[1])
         coded = torch.zeros(len(rows), stride, dtype=torch.uint8)
@@ -175,7 +175,7 @@ def test_modules_compute_with_the_same_codes() -> None:
     assert torch.equal(coded_rows(rows), (codes * scale).float())
     assert not coded_rows(torch.zeros(2, 5)).any()
     codes, scale = weight_codes(weight)
-    NativeLibrary(build()).round(weight, Format.INT8_FOR_CODES)
+    NativeLibrary(build()).packer.round(weight, Format.INT8_FOR_CODES)
     assert torch.equal(coded_weight(weight), (codes * scale).float())
 
 
@@ -191,7 +191,7 @@ def test_an_mlp_is_compared_with_a_module_that_computes_with_codes(
         linear.weight[:, 5] = 0.0
     library = NativeLibrary(build())
     for linear in parts:
-        library.round(linear.weight.detach(), Format.INT8_FOR_CODES)
+        library.packer.round(linear.weight.detach(), Format.INT8_FOR_CODES)
     rows = torch.randn(9, 576)
     rows[:, 5] = 400.0
     plain = mlp(rows.bfloat16()).float()

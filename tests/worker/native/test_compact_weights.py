@@ -24,7 +24,7 @@ MAX_EXCEPTIONS = 6
 @pytest.fixture
 def library(kernels: NativeLibrary) -> NativeLibrary:
     weight = torch.ones(32, 32, dtype=torch.bfloat16)
-    if kernels.pack(weight, None, Format.COMPACT).format is not Format.COMPACT:
+    if kernels.packer.pack(weight, None, Format.COMPACT).format is not Format.COMPACT:
         pytest.skip("these kernels gain nothing by compact weights")
     return kernels
 
@@ -47,8 +47,8 @@ def both(
     library: NativeLibrary, weight: torch.Tensor, *, gates: bool = False
 ) -> tuple[PackedWeight, PackedWeight]:
     bias = torch.randn(len(weight)).bfloat16()
-    units = library.pack(weight, bias, gates=gates)
-    compact = library.pack(weight, bias, Format.COMPACT, gates=gates)
+    units = library.packer.pack(weight, bias, gates=gates)
+    compact = library.packer.pack(weight, bias, Format.COMPACT, gates=gates)
     assert (units.format, compact.format) == (Format.UNITS, Format.COMPACT)
     return units, compact
 
@@ -115,27 +115,29 @@ def test_a_weight_with_too_many_exceptions_stays_as_it_is(
 ) -> None:
     weight = even_weight(64, 96)
     weight[5, 33 : 33 + count] = 2.0 ** torch.arange(10, 10 + count)
-    packed = library.pack(weight, None, Format.COMPACT)
+    packed = library.packer.pack(weight, None, Format.COMPACT)
     has_room = count == MAX_EXCEPTIONS
     assert packed.format is (Format.COMPACT if has_room else Format.UNITS)
     rows = torch.randn(3, 96).bfloat16()
-    want = product(library, library.pack(weight, None), rows)
+    want = product(library, library.packer.pack(weight, None), rows)
     assert torch.equal(product(library, packed, rows), want)
 
 
 def test_experts_are_all_compact_or_none_is(library: NativeLibrary) -> None:
     weights = even_weight(3, 64, 96)
-    assert library.pack_experts(weights, Format.COMPACT).format is Format.COMPACT
+    assert library.packer.pack_experts(weights, Format.COMPACT).format is Format.COMPACT
     weights[1, 5, :20] = 2.0 ** torch.arange(10, 30)
-    units, packed = (library.pack_experts(weights, each) for each in (Format.UNITS, Format.COMPACT))
+    units, packed = (
+        library.packer.pack_experts(weights, each) for each in (Format.UNITS, Format.COMPACT)
+    )
     assert packed.format is Format.UNITS
     assert torch.equal(packed.panels, units.panels)
 
 
 def test_a_part_of_a_weight_is_that_part_packed(library: NativeLibrary) -> None:
     weight, rows = random_weight(160, 300), torch.randn(3, 300).bfloat16()
-    part = library.pack(weight, None, Format.COMPACT).outputs(64, 40)
-    alone = library.pack(weight[64:104], None)
+    part = library.packer.pack(weight, None, Format.COMPACT).outputs(64, 40)
+    alone = library.packer.pack(weight[64:104], None)
     assert torch.equal(product(library, part, rows)[:, :40], product(library, alone, rows)[:, :40])
 
 
@@ -149,5 +151,5 @@ def test_models_take_them_for_bfloat16_alone(library: NativeLibrary) -> None:
 def test_kernels_without_them_pack_units() -> None:
     library = NativeLibrary(build())
     library._library.troika_compact_bytes = lambda *_: None
-    packed = library.pack(random_weight(64, 96), None, Format.COMPACT)
+    packed = library.packer.pack(random_weight(64, 96), None, Format.COMPACT)
     assert packed.format is Format.UNITS

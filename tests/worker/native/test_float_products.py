@@ -34,7 +34,7 @@ def libraries(tmp_path_factory: pytest.TempPathFactory) -> Libraries:
 def product(
     library: NativeLibrary, weight: torch.Tensor, rows: torch.Tensor, format: Format
 ) -> torch.Tensor:
-    packed = library.pack(weight, None, format)
+    packed = library.packer.pack(weight, None, format)
     out = library.project(projection(packed), rows, packed.num_outputs)
     return out[:, : len(weight)].view(torch.int16)
 
@@ -82,7 +82,7 @@ def test_the_way_that_is_faster_here_is_taken(
     shutil.copy(build(), copied)
     by_default = NativeLibrary(copied, uses_tiles=False)
     weight, rows = values((1024, 576), "usual"), values((256, 576), "usual")
-    packed = by_default.pack(weight, None, Format.UNITS)
+    packed = by_default.packer.pack(weight, None, Format.UNITS)
 
     def min_s(library: NativeLibrary) -> float:
         times = []

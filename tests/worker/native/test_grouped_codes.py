@@ -104,7 +104,7 @@ def test_products_in_float32_have_the_bits_of_the_dequantized_weight(
     bias = torch.randn(case.shape[0])
     codes = pack_codes(weight, bias, torch.float32, gates=gates)
     dense = permuted(weight.dequantize(torch.float32), codes)
-    units = kernels.pack(dense, bias, gates=gates)
+    units = kernels.packer.pack(dense, bias, gates=gates)
     rows = torch.randn(max(NUM_ROWS), case.shape[1])
     for num_rows in NUM_ROWS:
         given = permuted(rows[:num_rows], codes)
@@ -120,7 +120,7 @@ def test_products_in_bfloat16_are_those_of_the_weights_in_one_of_two_types(
     weight = make_weight(case)
     codes = pack_codes(weight, None, torch.bfloat16)
     dense = permuted(weight.dequantize(torch.float32), codes)
-    wide, narrow = kernels.pack(dense, None), kernels.pack(dense.bfloat16(), None)
+    wide, narrow = kernels.packer.pack(dense, None), kernels.packer.pack(dense.bfloat16(), None)
     rows = torch.randn(max(NUM_ROWS), case.shape[1]).bfloat16()
     agree: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "wide": lambda given: product(kernels, wide, given.float()).bfloat16(),

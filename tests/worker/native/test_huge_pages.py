@@ -73,7 +73,7 @@ def test_a_format_that_a_weight_does_not_fit_leaves_no_memory() -> None:
     if library is None:
         pytest.skip("no compiled kernels")
     weight = torch.logspace(-30, 30, 64 * 64).view(64, 64).bfloat16()
-    found = library.pack(weight, None, Format.COMPACT)
+    found = library.packer.pack(weight, None, Format.COMPACT)
     assert found.format is Format.UNITS
     assert empty(1, torch.uint8).data_ptr() - found.panels.data_ptr() <= found.panels.nbytes + 128
 

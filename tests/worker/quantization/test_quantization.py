@@ -126,7 +126,7 @@ def rounded_model(
         is_layer = isinstance(module, nn.Linear) and not name.endswith(UNROUNDED)
         if is_layer:
             format = formats.head if module is model.lm_head else formats.layers
-            library.round(module.weight.detach(), format)
+            library.packer.round(module.weight.detach(), format)
         if read_experts(module) is not None:
             round_experts(module, library, formats.layers)
     return model

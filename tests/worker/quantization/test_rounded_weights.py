@@ -27,7 +27,7 @@ def random_weight(shape: tuple[int, int]) -> torch.Tensor:
 
 def rounded(library: NativeLibrary, weight: torch.Tensor, format: Format) -> torch.Tensor:
     found = weight.clone()
-    library.round(found, format)
+    library.packer.round(found, format)
     return found
 
 
@@ -69,7 +69,8 @@ def test_rounded_weights_get_the_same_codes_and_scales(
     """Even if several values of a group have the greatest magnitude after the rounding."""
     weight = random_weight(shape)
     first, again = (
-        library.pack(each, None, format) for each in (weight, rounded(library, weight, format))
+        library.packer.pack(each, None, format)
+        for each in (weight, rounded(library, weight, format))
     )
     assert first.scales is not None
     assert again.scales is not None
@@ -135,7 +136,7 @@ def test_sums_of_codes_are_exact_where_float32_holds_them(
 ) -> None:
     """Rows of small whole numbers leave nothing to round, in any order of sums."""
     weight = torch.randn(shape, generator=torch.Generator().manual_seed(4)).bfloat16()
-    codes = kernels.pack(weight, None, format)
+    codes = kernels.packer.pack(weight, None, format)
     rows = torch.randint(-8, 9, (max(NUM_MANY_ROWS), shape[1])).bfloat16()
     if format is Format.INT8:
         numbers, scales = eight_bits(weight)
@@ -164,7 +165,9 @@ def test_codes_give_a_row_the_same_bits_among_any_others(
         exact = torch.mul(*(part.double() for part in eight_bits(weight)))
     row = torch.randn(1, shape[1]).bfloat16()
     bias = -(row.double() @ exact.double().T)[0].float()
-    codes, again = (kernels.pack(each, bias, format, gates=gates) for each in (weight, nearest))
+    codes, again = (
+        kernels.packer.pack(each, bias, format, gates=gates) for each in (weight, nearest)
+    )
     alone = product(kernels, codes, row, gates=gates)
     assert torch.equal(alone, product(kernels, again, row, gates=gates))
     for num_rows in (*range(2, MAX_ROWS + 1), *NUM_MANY_ROWS):
@@ -175,6 +178,6 @@ def test_codes_give_a_row_the_same_bits_among_any_others(
 @pytest.mark.parametrize("format", [*CODED, Format.INT8_FOR_CODES], ids=str)
 def test_a_part_of_a_weight_is_that_part_packed(format: Format, library: NativeLibrary) -> None:
     weight, rows = torch.randn(160, 300).bfloat16(), torch.randn(3, 300).bfloat16()
-    part = library.pack(weight, None, format).outputs(64, 40)
-    alone = library.pack(weight[64:104], None, format)
+    part = library.packer.pack(weight, None, format).outputs(64, 40)
+    alone = library.packer.pack(weight[64:104], None, format)
     assert torch.equal(product(library, part, rows)[:, :40], product(library, alone, rows)[:, :40])

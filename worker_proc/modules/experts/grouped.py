@@ -26,9 +26,10 @@ from worker_proc.modules.experts.products import (
     as_program,
 )
 from worker_proc.modules.trial_errors import greatest, greatest_error
-from worker_proc.native.kernels import Matrices, NativeLibrary
+from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 from worker_proc.native.structures import Activation
+from worker_proc.native.weight_packer import Matrices
 from worker_proc.quantization.coded_tensor import CodedTensor
 
 TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)

@@ -108,7 +108,7 @@ class FusedExperts(nn.Module):
         self.num_experts, self.hidden_size, self.size = down.shape
         self.routing = routing
         self.activation = activation
-        self._router = library.pack(router.detach(), None)
+        self._router = library.packer.pack(router.detach(), None)
         packed = (
             pack_expert_weights(library, gate_up, format, gates=True),
             pack_expert_weights(library, down, format),
