@@ -34,7 +34,8 @@ from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.grouped_linear import pack_grouped_linears
 from worker_proc.modules.hyper_connections import install_hyper_connections
 from worker_proc.modules.latent import install_latent
-from worker_proc.modules.own_attention import OwnLayer, install_own_attention
+from worker_proc.modules.own_attention.install import install_own_attention
+from worker_proc.modules.own_attention.observation import OwnLayer
 from worker_proc.modules.own_matrices import pack_own_matrices, pack_own_stacks
 from worker_proc.modules.packed_linear import PLAIN, Formats, can_pack, pack_linears
 from worker_proc.modules.quantization import (

@@ -27,7 +27,7 @@ from worker_proc.loading.start_cache import StartCache
 from worker_proc.modules.compressed import is_compressed
 from worker_proc.modules.experts.in_small import check_experts_in_small
 from worker_proc.modules.latent import latent_specs
-from worker_proc.modules.own_attention import check_length, table_bytes
+from worker_proc.modules.own_attention.biases import check_length, table_bytes
 from worker_proc.modules.quantization import FORMATS as WEIGHT_FORMATS
 from worker_proc.modules.quantization import (
     check_plain_head,

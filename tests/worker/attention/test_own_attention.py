@@ -14,8 +14,8 @@ from tests.worker.parity import make_runner
 from worker_proc.attention.stand_ins import OwnCache, OwnCall
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.plain_linears import make_linears_plain
-from worker_proc.modules import own_attention
-from worker_proc.modules.own_attention import install_own_attention
+from worker_proc.modules.own_attention import install, observation
+from worker_proc.modules.own_attention.install import install_own_attention
 
 MODELS = {architecture.name: architecture for architecture in OWN_ATTENTION}
 
@@ -67,8 +67,8 @@ def test_unknown_operations_are_refused_by_name(operation: Any, problem: str) ->
 @pytest.mark.parametrize(
     ("name", "function", "result"),
     [
-        ("bloom", "_biases", None),
-        ("falcon_alibi", "_biases", None),
+        ("bloom", "observed_biases", None),
+        ("falcon_alibi", "observed_biases", None),
         ("gpt_neo", "_window", None),
         ("falcon_new", "_num_kv_heads", 1),
     ],
@@ -78,7 +78,7 @@ def test_a_module_that_differs_from_its_own_forward_is_refused(
 ) -> None:
     build_checkpoint(tmp_path, MODELS[name].config())
     loaded = load_model(tmp_path)
-    monkeypatch.setattr(own_attention, function, lambda *args: result)
+    monkeypatch.setattr(observation, function, lambda *args: result)
     with pytest.raises(UnsupportedModel, match="differs from its own forward"):
         install_own_attention(loaded)
 
@@ -150,7 +150,7 @@ def test_a_module_that_gives_zeros_is_proven(tmp_path: Path) -> None:
 def test_what_is_known_is_not_proven_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, MODELS["bloom"].config())
     first, proven = install_own_attention(load_model(tmp_path))
-    monkeypatch.delattr(own_attention, "_prove")
+    monkeypatch.delattr(install, "prove")
     second, known = install_own_attention(load_model(tmp_path), proven)
     assert known == proven
     assert second.layers == first.layers
