@@ -8,7 +8,7 @@ import torch
 from protocol.config import Quantization
 from scripts.gguf.directory import write_directory
 from worker_proc.loading.loader import check_model
-from worker_proc.modules.quantization import check_rounded_dtype
+from worker_proc.modules.rounding_refusals import check_rounded_dtype
 from worker_proc.startup.refusals import rehearse_model
 
 

@@ -91,7 +91,7 @@ def main() -> None:
         from scripts.gguf.check import check_headers
         from worker_proc.cuda.device import resolve_device
         from worker_proc.loading.inspection import inspect_config
-        from worker_proc.modules.quantization import check_rounded_dtype
+        from worker_proc.modules.rounding_refusals import check_rounded_dtype
     dtype, device, rounding = sys.argv[1:]
     quantization = Quantization(rounding) if rounding else None
     for line in sys.stdin:

@@ -7,7 +7,7 @@ very wide outputs in bfloat16 are computed in slices of rows.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -17,6 +17,7 @@ from transformers.pytorch_utils import Conv1D
 from worker_proc.loading.heap import return_freed_memory
 from worker_proc.modules.coded_weights import pack_coded, pack_weight
 from worker_proc.modules.packed_table import PackedTable, can_look_up
+from worker_proc.modules.weight_formats import PLAIN, Formats
 from worker_proc.native.instructions import projection
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import PANEL_OUTPUTS, Format, PackedWeight
@@ -28,17 +29,6 @@ SLICE_ROWS = 32
 PACKING_ROWS = 64  # oneDNN chooses the layout for this number; it serves all others
 MERGED = ("q_proj", "k_proj", "v_proj")
 """Children of a module that take the same rows: their weights are packed as one."""
-
-
-class Formats(NamedTuple):
-    """The formats in which a model's weights are packed."""
-
-    layers: Format = Format.UNITS
-    head: Format = Format.UNITS
-    """For the output layer, which computes logits."""
-
-
-PLAIN = Formats()
 
 
 class PackedLinear(nn.Module):

@@ -9,7 +9,6 @@ from protocol.config import EngineConfig, KVCacheDtype
 from worker_proc.loading.draft import check_draft
 from worker_proc.loading.loader import CheckedModel, check_model
 from worker_proc.loading.proofs import Proofs
-from worker_proc.modules.quantization import check_coding_device, load_coding_library
 from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.parallel.division.sharding import check_division
@@ -29,6 +28,7 @@ from worker_proc.startup.refusals import (
     rehearse_experts,
     rehearse_model,
 )
+from worker_proc.startup.required_kernels import check_kernel_device, load_required_kernels
 
 
 class CheckedModels(NamedTuple):
@@ -59,7 +59,7 @@ def check_models(
     """
     setting, quantization = _setting_with_kernels(config, device), config.model.quantization
     if setting is not None:
-        check_coding_device(setting, device)
+        check_kernel_device(setting, device)
     elif device.type == "cpu" and not is_quantized(config.model.model):
         start_building()
     check_stated_length(config.model)
@@ -93,7 +93,7 @@ def check_models(
         setting = "attention over compressed entries"
     if setting is not None:
         progress("compile_kernels", 0, 0)
-        library = load_coding_library(setting)
+        library = load_required_kernels(setting)
     if quantization is not None and library is not None and checked.files is None:
         proofs = None if kept is None else kept.with_kernels(library)
         rehearse_experts(whole, quantization, library, proofs)
@@ -110,7 +110,7 @@ def _check_parts(checked: CheckedModel, num_shares: int, progress: ReportProgres
         check_division(checked, Share(0, num_shares))
         if checked.device.type != "cpu":  # on GPUs, kernels compute nothing else
             progress("compile_kernels", 0, 0)
-            load_coding_library(f"tensor_parallel_size {num_shares}")
+            load_required_kernels(f"tensor_parallel_size {num_shares}")
 
 
 def _check_settings_of_draft(draft: CheckedModel, config: EngineConfig) -> None:

@@ -37,17 +37,11 @@ from worker_proc.modules.latent import install_latent
 from worker_proc.modules.own_attention.install import install_own_attention
 from worker_proc.modules.own_attention.observation import OwnLayer
 from worker_proc.modules.own_matrices import pack_own_matrices, pack_own_stacks
-from worker_proc.modules.packed_linear import PLAIN, Formats, can_pack, pack_linears
-from worker_proc.modules.quantization import (
-    FORMATS,
-    check_coding_device,
-    check_experts,
-    check_values,
-    formats_of,
-    load_coding_library,
-)
+from worker_proc.modules.packed_linear import can_pack, pack_linears
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
+from worker_proc.modules.rounding_refusals import check_experts, check_values
 from worker_proc.modules.score_terms import pack_distance_products, prove_score_terms
+from worker_proc.modules.weight_formats import PLAIN, WEIGHT_FORMATS, Formats, formats_of
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format
 from worker_proc.parallel.division.sharding import shard
@@ -55,6 +49,7 @@ from worker_proc.parallel.stages import connect_stage, places
 from worker_proc.recurrent.rowwise import compute_activations_rowwise, compute_rowwise
 from worker_proc.runner import ReportProgress
 from worker_proc.startup.checks import check_models
+from worker_proc.startup.required_kernels import check_kernel_device, load_required_kernels
 
 T = TypeVar("T")
 
@@ -170,8 +165,8 @@ def _library_for(
         if library is None:
             progress("compile_kernels", 0, 0)
             try:
-                check_coding_device("the checkpoint's format", one.device)
-                library = load_coding_library("the checkpoint's format")
+                check_kernel_device("the checkpoint's format", one.device)
+                library = load_required_kernels("the checkpoint's format")
             except UnsupportedModel as error:
                 reason = str(error)
         if one.dtype not in NATIVE_DTYPES:
@@ -189,7 +184,7 @@ def describe_codes(loaded: LoadedModel, quantization: Quantization | None) -> st
         return quantization or ""
     if quantization is None:
         return loaded.codes.description
-    head = f"output layer {FORMATS[quantization].head.name.lower()}"
+    head = f"output layer {WEIGHT_FORMATS[quantization].head.name.lower()}"
     return ", ".join(filter(None, (loaded.codes.description, head)))
 
 

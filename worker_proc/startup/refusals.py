@@ -28,12 +28,12 @@ from worker_proc.modules.compressed import is_compressed
 from worker_proc.modules.experts.in_small import check_experts_in_small
 from worker_proc.modules.latent import latent_specs
 from worker_proc.modules.own_attention.biases import check_length, table_bytes
-from worker_proc.modules.quantization import FORMATS as WEIGHT_FORMATS
-from worker_proc.modules.quantization import (
+from worker_proc.modules.rounding_refusals import (
     check_plain_head,
     check_rounded_dtype,
     check_rounding,
 )
+from worker_proc.modules.weight_formats import WEIGHT_FORMATS
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes

@@ -22,12 +22,13 @@ from worker_proc.attention.compression import compression_of
 from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.loader import check_model
 from worker_proc.loading.text_model import auto_class
-from worker_proc.modules import compressed, quantization
+from worker_proc.modules import compressed
 from worker_proc.modules.compressed import install_compressed
 from worker_proc.modules.experts.router import ROW_STEP, RowBlocks
 from worker_proc.modules.grouped_linear import GroupedLinear, pack_grouped_linears
 from worker_proc.native.build import build, compiler
 from worker_proc.native.kernels import NativeLibrary
+from worker_proc.startup import required_kernels
 from worker_proc.startup.load_runner import load_model_runner
 from worker_proc.startup.parts import block_bytes_of, make_layout
 from worker_proc.startup.refusals import check_compressed
@@ -272,8 +273,8 @@ def test_a_machine_without_kernels_is_refused_before_the_weights(
     def no_compiler() -> Path:
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(quantization, "build", no_compiler)
-    monkeypatch.setattr(quantization, "load_library", lambda: None)
+    monkeypatch.setattr(required_kernels, "build", no_compiler)
+    monkeypatch.setattr(required_kernels, "load_library", lambda: None)
     write_hollow(tmp_path, DEEPSEEK_V4.config())
     phases: list[str] = []
     config = configure(model=str(tmp_path), device="cpu", num_threads=1)

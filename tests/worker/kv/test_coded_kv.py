@@ -27,9 +27,8 @@ from worker_proc.kv.kv_format import KVFormat, round_rows
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.kv.kv_tensors import bytes_per_block
 from worker_proc.model_runner import ModelRunner
-from worker_proc.modules import quantization
 from worker_proc.native.build import build, compiler
-from worker_proc.startup import prepare
+from worker_proc.startup import prepare, required_kernels
 from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = [
@@ -218,8 +217,8 @@ def test_a_machine_without_kernels_is_refused(
     def no_compiler() -> Path:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
 
-    monkeypatch.setattr(quantization, "build", no_compiler)
-    monkeypatch.setattr(quantization, "load_library", lambda: None)
+    monkeypatch.setattr(required_kernels, "build", no_compiler)
+    monkeypatch.setattr(required_kernels, "load_library", lambda: None)
     config = coded(engine_config(tmp_path, "bfloat16"), "fp8")
     with pytest.raises(
         UnsupportedModel, match=r"kv_cache_dtype fp8 needs the native kernels: no C"

@@ -24,11 +24,10 @@ from worker_proc.loading.proofs import Proofs
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.model_runner import ModelRunner
 from worker_proc.modules import fusing, mlp
-from worker_proc.modules import quantization as quantization_settings
 from worker_proc.modules.experts import mixture
 from worker_proc.native import kernels
 from worker_proc.native.build import build, compiler
-from worker_proc.startup import calibrate, checks, prepare
+from worker_proc.startup import calibrate, checks, prepare, required_kernels
 from worker_proc.startup.load_runner import load_model_runner
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -51,8 +50,8 @@ def tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(prepare, "load_library", lambda: library)
     monkeypatch.setattr(checks, "start_building", lambda: None)
-    monkeypatch.setattr(quantization_settings, "load_library", lambda: library)
-    monkeypatch.setattr(quantization_settings, "build", lambda: library.path)
+    monkeypatch.setattr(required_kernels, "load_library", lambda: library)
+    monkeypatch.setattr(required_kernels, "build", lambda: library.path)
     count: Counter[str] = Counter()
 
     def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

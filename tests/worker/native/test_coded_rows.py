@@ -17,8 +17,7 @@ from tests.worker.checkpoints import build_checkpoint
 from tests.worker.modules.test_fusing import make_mlp
 from tests.worker.quantization.loads import load
 from worker_proc.errors import UnsupportedModel
-from worker_proc.modules import quantization as quantization_settings
-from worker_proc.modules import trial_candidates
+from worker_proc.modules import rounding_refusals, trial_candidates
 from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.packed_linear import coded_rows, coded_weight, computing_codes
@@ -210,7 +209,7 @@ def test_an_mlp_is_compared_with_a_module_that_computes_with_codes(
 
 def test_too_many_inputs_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     build_checkpoint(tmp_path, CONFIGS["llama"])
-    monkeypatch.setattr(quantization_settings, "MAX_CODED_INPUTS", 32)
+    monkeypatch.setattr(rounding_refusals, "MAX_CODED_INPUTS", 32)
     with pytest.raises(UnsupportedModel, match=r"w8a8: \S+ has \d+ inputs.* exact for at most 32"):
         load(tmp_path, Quantization.W8A8)
     load(tmp_path, Quantization.W8A16)
@@ -223,6 +222,6 @@ def test_inputs_are_counted_of_transposed_weights_too(
     config = CONFIGS["gpt2"]
     build_checkpoint(tmp_path, config)
     num_inputs = config.n_inner
-    monkeypatch.setattr(quantization_settings, "MAX_CODED_INPUTS", num_inputs - 1)
+    monkeypatch.setattr(rounding_refusals, "MAX_CODED_INPUTS", num_inputs - 1)
     with pytest.raises(UnsupportedModel, match=rf"mlp\.c_proj has {num_inputs} inputs"):
         load(tmp_path, Quantization.W8A8)

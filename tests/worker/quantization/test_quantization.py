@@ -37,7 +37,8 @@ from worker_proc.model_runner import ModelRunner
 from worker_proc.modules.experts.coded import computing_expert_codes, round_experts
 from worker_proc.modules.experts.grouped import read_experts
 from worker_proc.modules.packed_linear import computing_codes
-from worker_proc.modules.quantization import FORMATS, check_rounding
+from worker_proc.modules.rounding_refusals import check_rounding
+from worker_proc.modules.weight_formats import WEIGHT_FORMATS
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format, PackedWeight
@@ -121,7 +122,7 @@ def rounded_model(
     """
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.bfloat16)
     model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-    formats = FORMATS[quantization]
+    formats = WEIGHT_FORMATS[quantization]
     for name, module in model.named_modules():
         is_layer = isinstance(module, nn.Linear) and not name.endswith(UNROUNDED)
         if is_layer:
@@ -197,7 +198,7 @@ def test_greedy_tokens_are_those_of_the_rounded_weights(
     llama = LlamaConfig(**SHAPE, tie_word_embeddings=name == "llama_tied")
     build_checkpoint(tmp_path, MIXTURES.get(name, llama), torch.bfloat16)
     model = rounded_model(tmp_path, quantization, library).float()
-    formats = FORMATS[quantization]
+    formats = WEIGHT_FORMATS[quantization]
     rounds_rows = formats.layers is Format.INT8_FOR_CODES
     layers = [
         module

@@ -11,11 +11,10 @@ from protocol.config.settings import configure
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint, change_config
 from tests.worker.quantization.loads import MIXTURES, MODELS, load
 from worker_proc.errors import CheckpointError, UnsupportedModel
-from worker_proc.modules import fusing
-from worker_proc.modules import quantization as quantization_settings
+from worker_proc.modules import fusing, rounding_refusals
 from worker_proc.modules.experts import mixture
 from worker_proc.native.build import compiler
-from worker_proc.startup import prepare
+from worker_proc.startup import prepare, required_kernels
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -72,7 +71,7 @@ def test_mixtures_that_are_not_proven_are_refused(
 def test_experts_are_checked_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = build_checkpoint(tmp_path, MIXTURES["qwen3_moe"])
     with monkeypatch.context() as patched:
-        patched.setattr(quantization_settings, "MAX_CODED_INPUTS", 47)
+        patched.setattr(rounding_refusals, "MAX_CODED_INPUTS", 47)
         with pytest.raises(UnsupportedModel, match=r"w8a8: \S+ has 64 inputs.* at most 47"):
             load(tmp_path, Quantization.W8A8)
         load(tmp_path, Quantization.W8A16)
@@ -99,8 +98,8 @@ def test_a_machine_without_kernels_is_refused(
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
 
     build_checkpoint(tmp_path, MODELS["llama"])
-    monkeypatch.setattr(quantization_settings, "build", no_compiler)
-    monkeypatch.setattr(quantization_settings, "load_library", lambda: None)
+    monkeypatch.setattr(required_kernels, "build", no_compiler)
+    monkeypatch.setattr(required_kernels, "load_library", lambda: None)
     with pytest.raises(UnsupportedModel, match=r"w8a16 needs the native kernels: no C\+\+ comp"):
         load(tmp_path, Quantization.W8A16)
 

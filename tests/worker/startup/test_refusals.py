@@ -24,8 +24,8 @@ from tests.worker.hollow_checkpoints import write_hollow
 from tests.worker.recurrent_models import KINDS
 from worker_proc.errors import InsufficientMemory
 from worker_proc.loading import inspection
-from worker_proc.modules import quantization
 from worker_proc.native.build import compiler
+from worker_proc.startup import required_kernels
 from worker_proc.startup.load_runner import load_model_runner
 
 Change = Callable[[Path], None]
@@ -287,8 +287,8 @@ def test_a_machine_without_kernels_is_refused_before_the_weights(
     def no_compiler() -> Path:
         raise RuntimeError("no C++ compiler")
 
-    monkeypatch.setattr(quantization, "build", no_compiler)
-    monkeypatch.setattr(quantization, "load_library", lambda: None)
+    monkeypatch.setattr(required_kernels, "build", no_compiler)
+    monkeypatch.setattr(required_kernels, "load_library", lambda: None)
     write_hollow(tmp_path, llama())
     config = configure(model=str(tmp_path), device="cpu", **{setting: value})
     phases = []

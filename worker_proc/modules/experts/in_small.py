@@ -19,7 +19,7 @@ from worker_proc.modules.experts.grouped import (
 )
 from worker_proc.modules.experts.scaled import has_scaled_experts
 from worker_proc.modules.pointwise import activation_of
-from worker_proc.modules.quantization import unsupported_experts
+from worker_proc.modules.rounding_refusals import unsupported_experts
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 

@@ -1,9 +1,4 @@
-"""The weight formats that `--quantization` requires, and the reasons to refuse a model.
-
-Codes are computed when weights are packed. In a checkpoint whose layers are already coded, only the
-output layer is rounded. An embedding is never rounded: if the output layer shares its weight, the
-output layer has separate codes.
-"""
+"""Refuses models whose weights, modules or values cannot be rounded for `--quantization`."""
 
 from collections.abc import Callable, Collection, Sequence
 
@@ -16,54 +11,9 @@ from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.modules.experts.grouped import read_experts
 from worker_proc.modules.experts.router import ROUTER_NAMES
-from worker_proc.modules.packed_linear import PLAIN, Formats, output_layer
-from worker_proc.native.build import build
-from worker_proc.native.kernels import NativeLibrary, load_library
-from worker_proc.native.packed_weights import MAX_CODED_INPUTS, Format
+from worker_proc.modules.packed_linear import output_layer
+from worker_proc.native.packed_weights import MAX_CODED_INPUTS
 from worker_proc.recurrent.state_spec import RecurrentSpec
-
-FORMATS = {
-    None: PLAIN,
-    Quantization.W8A16: Formats(Format.INT8, head=Format.INT8),
-    Quantization.W4A16: Formats(Format.INT4, head=Format.INT8),
-    Quantization.W8A8: Formats(Format.INT8_FOR_CODES, head=Format.INT8),
-}
-"""With 4 bits, the output layer would cause nearly half of the error (docs/quantization.md)."""
-
-
-def formats_of(quantization: Quantization | None, *, is_quantized: bool) -> Formats:
-    """Return the formats in which a model's plain weights are packed.
-
-    If the checkpoint `is_quantized`, only the output layer is rounded: the other plain layers were
-    left out of its quantization on purpose.
-    """
-    formats = FORMATS[quantization]
-    return PLAIN._replace(head=formats.head) if is_quantized else formats
-
-
-def check_coding_device(setting: str, device: torch.device) -> None:
-    """Raise UnsupportedModel for a device without kernels for codes; the error names `setting`."""
-    if device.type != "cpu":
-        raise UnsupportedModel(
-            f"{setting} needs device cpu: there are no kernels for it on {device.type}"
-        )
-
-
-def load_coding_library(setting: str) -> NativeLibrary:
-    """Return the kernels, compiling them if necessary.
-
-    Raises UnsupportedModel with the reason if there are none; the error names `setting`, which
-    needs them.
-    """
-    try:
-        build()
-        reason = "the compiled library cannot be loaded"
-    except (OSError, RuntimeError) as error:
-        reason = str(error)
-    library = load_library()
-    if library is None:
-        raise UnsupportedModel(f"{setting} needs the native kernels: {reason}")
-    return library
 
 
 def check_rounded_dtype(dtype: torch.dtype, quantization: Quantization) -> None:
