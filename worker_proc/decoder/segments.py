@@ -33,11 +33,11 @@ class Program:
         self.first_layers = first_layers
         """For each kind of angles, the first layer that uses it."""
         self._paged = paged  # kept alive so that the key stays unique
-        self._adapted = writer.adapted
+        self._adapted = writer.projections.adapted
         self._array = (Instruction * len(writer.instructions))(*writer.instructions)
         self._is_bf16 = is_bf16
         self._boundaries = [*writer.boundaries, len(writer.instructions)]
-        self._cuts = writer.cuts
+        self._cuts = writer.projections.cuts
         self._segments: dict[range, list[Segment]] = {}
 
     @cached_property
