@@ -1,7 +1,7 @@
 """Reads a decoder layer's computation off its modules, and merges its matrices.
 
 Merged matrices share the memory of the modules' own parameters, so the modules still work. Names
-determine what is tried; decoder/install.py proves that the results agree.
+determine what is tried; decoder/proof.py proves that the results agree.
 """
 
 from collections.abc import Sequence

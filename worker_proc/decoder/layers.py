@@ -1,6 +1,6 @@
 """Reads a decoder layer's computation off its modules.
 
-Names determine what is tried; install.py proves that the results agree.
+Names determine what is tried; proof.py proves that the results agree.
 """
 
 from collections.abc import Sequence

@@ -10,13 +10,9 @@ from worker_proc.calibration.kv_codes import as_plain, check_codes
 from worker_proc.calibration.self_check import check_forward, compute_stepwise, num_blocks_needed
 from worker_proc.calibration.swap_cost import measure_swap_cost
 from worker_proc.decoder.adapter_proof import AdapterProof, prove_adapters
-from worker_proc.decoder.install import (
-    decoding,
-    find_settings,
-    is_whole_exact,
-    uninstall,
-)
+from worker_proc.decoder.install import decoding, uninstall
 from worker_proc.decoder.layers import LayerSettings
+from worker_proc.decoder.proof import find_settings, is_whole_exact
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache
 from worker_proc.kv.kv_format import KVFormat

@@ -24,7 +24,7 @@ from tests.worker.driving import drive
 from tests.worker.parity import generate, make_prompts
 from tests.worker.runners import draft_model_of
 from worker_proc.calibration import self_check
-from worker_proc.decoder import install
+from worker_proc.decoder import install, proof
 from worker_proc.inputs import pack_step
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.structures import Rotation
@@ -63,8 +63,8 @@ def _cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
 def prove_briefly(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
     """Try one text, rows of one scale and the usual rotation; slow tests leave nothing out."""
     monkeypatch.setattr(self_check, "TEXT_LENGTHS", (4,))
-    monkeypatch.setattr(install, "TRIAL_SCALES", (scale,))
-    monkeypatch.setattr(install, "Rotation", [Rotation.HALVES])
+    monkeypatch.setattr(proof, "TRIAL_SCALES", (scale,))
+    monkeypatch.setattr(proof, "Rotation", [Rotation.HALVES])
 
 
 def make_runner(
@@ -215,5 +215,6 @@ def test_layers_that_compute_something_else_are_left_to_their_modules(
         layers = read(*args)  # type: ignore[arg-type]
         return layers and [layer._replace(residual_factor=1.01) for layer in layers]
 
-    monkeypatch.setattr(install, "read_layers", scaled)
+    for module in (install, proof):
+        monkeypatch.setattr(module, "read_layers", scaled)
     assert make_runner(tmp_path).facts.decoder == "modules"

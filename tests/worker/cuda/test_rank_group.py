@@ -25,7 +25,7 @@ from tests.worker.cuda.triton_path import set_uses_triton
 from tests.worker.driving import drive
 from tests.worker.parity import BLOCK_SIZE, generate, make_prompts
 from worker_proc.calibration import self_check
-from worker_proc.decoder import install
+from worker_proc.decoder import proof
 from worker_proc.native.structures import Rotation
 from worker_proc.parallel.device_group import DIFFERS
 from worker_proc.parallel.share import Share
@@ -89,8 +89,8 @@ def compute_tokens(
     patch.setattr(checks, "start_building", lambda: None)
     patch.setattr(checks, "_setting_with_kernels", lambda *_: None)
     patch.setattr(self_check, "TEXT_LENGTHS", (4,))
-    patch.setattr(install, "TRIAL_SCALES", (1.0,))
-    patch.setattr(install, "Rotation", [Rotation.HALVES])
+    patch.setattr(proof, "TRIAL_SCALES", (1.0,))
+    patch.setattr(proof, "Rotation", [Rotation.HALVES])
     set_uses_triton(patch, True)
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype(dtype)),

@@ -19,10 +19,11 @@ from tests.worker.decoder.test_decoder import BY_NAME, NATIVE
 from tests.worker.quantization.loads import load as load_quantized
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.calibration.self_check import num_blocks_needed, trial_requests
-from worker_proc.decoder import angles, whole
+from worker_proc.decoder import angles, ends
 from worker_proc.decoder.angles import AngleTable
-from worker_proc.decoder.install import decoding, is_whole_exact
+from worker_proc.decoder.install import decoding
 from worker_proc.decoder.layers import LayerSettings
+from worker_proc.decoder.proof import is_whole_exact
 from worker_proc.decoder.stack import DecoderStack
 from worker_proc.decoder.whole import WholeModel
 from worker_proc.forward import attach_cache, compute_logits
@@ -204,7 +205,7 @@ def test_modules_compute_a_step_with_hooks(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    ("owner", "name"), [(whole, "_factor"), (whole.LogitEdit, "apply")], ids=["factor", "cap"]
+    ("owner", "name"), [(ends, "_factor"), (ends.LogitEdit, "apply")], ids=["factor", "cap"]
 )
 def test_other_bits_leave_the_modules_in_place(
     owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -239,9 +240,9 @@ def test_angles_that_depend_on_the_longest_text_are_left_to_their_module(tmp_pat
 
     rotary.forward = dynamic
     layers = list(model.model.model.layers)
-    assert whole.read_ends(model.prepared.loaded, layers) is None
+    assert ends.read_ends(model.prepared.loaded, layers) is None
     rotary.forward = compute
-    assert whole.read_ends(model.prepared.loaded, layers) is not None
+    assert ends.read_ends(model.prepared.loaded, layers) is not None
 
 
 def test_a_table_has_the_angles_of_every_position_up_to_its_limit(small_chunks: None) -> None:
