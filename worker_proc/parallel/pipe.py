@@ -25,7 +25,7 @@ from worker_proc.native.exchange import ALL_PUBLISHED, NativeExchange, exchange_
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.parallel.adoption import SLICE_NS, Adoption
 from worker_proc.parallel.share import Share
-from worker_proc.parallel.stages import Stage
+from worker_proc.parallel.stage import Stage
 
 MAX_SLOT_BYTES = 32 << 20
 """The most bytes of rows that are passed at once; more rows are passed in parts."""

@@ -23,7 +23,6 @@ import torch
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-from protocol.config import ParallelConfig
 from worker_proc.adapters.sites import OtherStages
 from worker_proc.attention.interface import attending_twice
 from worker_proc.attention.probe import ProbedModel, is_within
@@ -35,46 +34,10 @@ from worker_proc.loading.passages import AnyRows, LayerForm, Passage, StageModel
 from worker_proc.loading.rescaled_layers import divisor_behind
 from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
-from worker_proc.parallel.share import Share
+from worker_proc.parallel.stage import Stage
 
 _EMBEDDING = "original_hidden_states"
 """The argument with which layers take the rows of the embedding, too."""
-
-
-class Stage(NamedTuple):
-    """The number of a stage, and the number of all stages."""
-
-    place: int
-    num_stages: int
-
-    @property
-    def is_first(self) -> bool:
-        return self.place == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.place == self.num_stages - 1
-
-    def layers(self, num_layers: int, head_layers: int = 0) -> range:
-        """Return the stage's layers, at least one.
-
-        The output layer counts as `head_layers` layers of the last stage.
-        """
-        ends = []
-        for end in (self.place, self.place + 1):
-            min_end, max_end = end, num_layers - (self.num_stages - end)
-            share = -(-(num_layers + head_layers) * end // self.num_stages)
-            ends.append(min(max(share, min_end), max_end))
-        return range(*ends)
-
-
-def places(rank: int, parallel: ParallelConfig) -> tuple[Stage, Share]:
-    """Return the stage of a rank, and its share of the matrices of that stage."""
-    place, share = divmod(rank, parallel.tensor_parallel_size)
-    return (
-        Stage(place, parallel.pipeline_parallel_size),
-        Share(share, parallel.tensor_parallel_size),
-    )
 
 
 class _NoOutput(nn.Module):

@@ -13,7 +13,8 @@ from worker_proc.native.build import start_building
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.parallel.division.sharding import check_division
 from worker_proc.parallel.share import Share
-from worker_proc.parallel.stages import Stage, StageParts, check_stages, only_stage
+from worker_proc.parallel.stage import Stage
+from worker_proc.parallel.stages import StageParts, check_stages, only_stage
 from worker_proc.quantization.formats import is_quantized
 from worker_proc.runner import ReportProgress
 from worker_proc.startup.refusals import (

@@ -34,9 +34,9 @@ from worker_proc.parallel.connect import connect
 from worker_proc.parallel.exchange import RankExchange
 from worker_proc.parallel.pipe import PipeSize, StagePipe
 from worker_proc.parallel.shared_drafts import SharedDrafts
+from worker_proc.parallel.stage import places
 from worker_proc.parallel.stage_part import StagePart
 from worker_proc.parallel.stage_runner import StageRunner
-from worker_proc.parallel.stages import places
 from worker_proc.parallel.step_results import max_words
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress, Runner
@@ -53,9 +53,9 @@ from worker_proc.startup.parts import (
     make_rank_group,
     make_sampler,
     make_steps_ahead,
-    share_swap_space,
 )
 from worker_proc.startup.prepare import describe_codes, prepare_model
+from worker_proc.startup.swap_space import share_swap_space
 
 
 def load_model_runner(

@@ -45,7 +45,8 @@ from worker_proc.modules.weight_formats import PLAIN, WEIGHT_FORMATS, Formats, f
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format
 from worker_proc.parallel.division.sharding import shard
-from worker_proc.parallel.stages import connect_stage, places
+from worker_proc.parallel.stage import places
+from worker_proc.parallel.stages import connect_stage
 from worker_proc.recurrent.rowwise import compute_activations_rowwise, compute_rowwise
 from worker_proc.runner import ReportProgress
 from worker_proc.startup.checks import check_models

@@ -39,7 +39,7 @@ from worker_proc.recurrent.sizing import choose_num_state_blocks
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.sampling.heads import check_head
 from worker_proc.sampling.inverse_cdf import MAX_VOCAB_SIZE
-from worker_proc.startup.parts import check_swap_space
+from worker_proc.startup.swap_space import check_swap_space
 
 
 class Rehearsal(NamedTuple):

@@ -24,7 +24,7 @@ from tests.worker.parity import (
 from tests.worker.steps import new, step
 from worker_proc.errors import InsufficientMemory, MirrorError
 from worker_proc.kv.kv_tensors import CacheSize
-from worker_proc.startup.parts import SwapSpace, share_swap_space
+from worker_proc.startup.swap_space import SwapSpace, share_swap_space
 
 WINDOWED = [a for a in ARCHITECTURES if a.name in {"mistral_window", "gemma2", "gemma3"}]
 LLAMA, GEMMA3 = ARCHITECTURES[0], WINDOWED[-1]

@@ -15,7 +15,7 @@ from worker_proc.native.kernels import load_library
 from worker_proc.parallel.adoption import SHARED_MEMORY, Adoption, RankMissing
 from worker_proc.parallel.pipe import PipeSize, StagePipe
 from worker_proc.parallel.share import Share
-from worker_proc.parallel.stages import Stage
+from worker_proc.parallel.stage import Stage
 from worker_proc.runner import StepAbandoned
 
 TIMEOUT_S = 60.0

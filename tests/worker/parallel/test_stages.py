@@ -49,7 +49,7 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.passages import Passage
 from worker_proc.modules.packed_linear import PackedLinear
 from worker_proc.parallel.adoption import Adoption
-from worker_proc.parallel.stages import Stage
+from worker_proc.parallel.stage import Stage
 
 
 @pytest.mark.parametrize(
