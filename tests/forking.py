@@ -22,8 +22,8 @@ from typing import Any, NoReturn
 import pytest
 
 from protocol.config.gpu_defaults import GPU_NODES
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 BOOTSTRAP = "import sys;exec(eval(sys.stdin.readline()))"
 """What execnet lets a process run that it starts: the process reads its program."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.paths import ROOT
+
 STDLIB = set(sys.stdlib_module_names)
 ALLOWED = {
     "protocol": {"protocol", "msgspec", "zmq"},

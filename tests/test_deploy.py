@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from protocol.config import EngineConfig
+from tests.paths import DOCS, ROOT
 
-ROOT = Path(__file__).parents[1]
-DEPLOY = ROOT / "docs" / "deploy"
+DEPLOY = DOCS / "deploy"
 
 
 def flags() -> set[str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.paths import ROOT
+
 EXEMPT = ("scripts/demo_model/", "tests/test_language.py")
 
 # In both tables a space stands for any gap between words, a line break in a comment or an

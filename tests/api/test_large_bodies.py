@@ -4,7 +4,6 @@ import asyncio
 import gc
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import msgspec
@@ -16,6 +15,7 @@ from api_proc.http.connection import Connection
 from api_proc.responses.body import ResponsesChat
 from protocol.config.settings import configure
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, wait_until
+from tests.paths import DEMO_MODEL
 from tests.system.body_flood import BODIES, body_of
 from tests.timing import within
 
@@ -76,7 +76,7 @@ def long_live() -> Iterator[LiveServer]:
     facts = msgspec.structs.replace(
         FACTS, vocab_size=4096, max_model_len=2**21, num_gpu_blocks=2**18
     )
-    demo = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
+    demo = DEMO_MODEL
     with LiveServer(configure(model=str(demo)), FakeClient(facts)) as server:
         yield server
 

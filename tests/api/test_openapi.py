@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -12,8 +11,8 @@ import pytest
 from api_proc import app, openapi
 from api_proc.openapi import OPERATIONS, Operation, document
 from tests.api.fake_engine import LiveServer
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 DOCUMENT = document(OPERATIONS)
 REFERENCE = re.compile(r"#/components/schemas/(\w+)")
 

@@ -4,7 +4,6 @@ import itertools
 import json
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -15,11 +14,12 @@ from api_proc.unknown_fields import FOREIGN, MAX_LOGGED, WITHOUT_EFFECT, Unknown
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, ids_of, repeating, wait_until
+from tests.paths import DOCS
 from tests.tools import parameter_table
 from tests.tools.parameter_table import GENERATING, ONLY, STRUCTS, fields_of, is_refused
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "parameters.md"
+PAGE = DOCS / "parameters.md"
 REQUIRED: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "hello", "max_tokens": 2},
     CHAT: {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},

@@ -45,9 +45,8 @@ from protocol.process.failpoints import VARIABLE
 from scripts.testing import eventually, is_alive
 from tests.api.conftest import CHAT_TEMPLATE, CORPUS
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer
+from tests.paths import DEMO_MODEL, ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
-DEMO = ROOT / "scripts" / "demo_model"
 TEMPLATE = (
     "{%- if kind == 'loops' %}{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}"
     "{% endfor %}{% elif kind == 'text' %}{{ ('x' * n) | length }}"
@@ -160,7 +159,7 @@ def test_ids_are_those_of_the_server_itself(
     name: str, pools: Pools, pool: TextPool, model: ModelConfig
 ) -> None:
     if name == "demo":
-        model = configure(model=str(DEMO)).model
+        model = configure(model=str(DEMO_MODEL)).model
         pool = pools.open(model)
     text = TextProcessor.load(model)
 

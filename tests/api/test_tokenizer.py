@@ -21,6 +21,7 @@ from api_proc.text.tokenizer import ByteTokenizer, EncodeOptions, HfTokenizer, T
 from protocol.config import ConfigError
 from protocol.config.settings import configure
 from tests.api.conftest import CORPUS, write_json
+from tests.paths import DEMO_MODEL
 from worker_proc.startup.start import null_facts
 
 TEXTS = [*CORPUS[:3], "", " ", "<s>special</s> <|im_start|>", "tab\tnew\nline\r\n", "x" * 300]
@@ -173,7 +174,7 @@ SPACE_PIECES = {"▁": 1, "▁▁": 2, "<0x0A>": 3, "<0x41>": 4, "\n": 5, "▁a"
 
 def test_tokens_of_white_space_are_known(checkpoint: Path, tmp_path: Path) -> None:
     """Those of a byte-level vocabulary, of pieces with marks for spaces, and added ones."""
-    demo = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
+    demo = DEMO_MODEL
     pieces = Tokenizer(models.WordLevel({"<unk>": 0} | SPACE_PIECES, unk_token="<unk>"))
     pieces.add_tokens([AddedToken("    "), AddedToken("<think>")])
     pieces.save(str(tmp_path / "tokenizer.json"))

@@ -5,13 +5,12 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
 from tests.browser.browser import Browser, Page, find_chromium
+from tests.paths import DOCS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 PROMPT = "class Stack:\n    def __init__(self, items):\n"
 LOAD_S = 40.0
 

@@ -2,12 +2,11 @@
 
 import json
 import sys
-from pathlib import Path
 
 from scripts.testing import EngineFactory
 from tests.browser.browser import Browser, find_chromium
+from tests.paths import DOCS
 
-DOCS = Path(__file__).resolve().parents[2] / "docs"
 PARAMETERS = {
     "type": "object",
     "properties": {"city": {"type": "string"}},

@@ -4,7 +4,6 @@ import asyncio
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,10 +18,11 @@ from protocol.process.run_dir import client_address
 from tests.chaos import processes
 from tests.chaos.client import Declined, StreamClient
 from tests.chaos.members import Member, Members
+from tests.paths import ROOT
+from tests.ports import free_port
 
 T = TypeVar("T")
 
-ROOT = Path(__file__).resolve().parents[2]
 READY_TIMEOUT_S = 120.0
 _STATUS_TIMEOUT_S = 1.0
 _POLL_S = 0.02
@@ -80,7 +80,7 @@ class Engine:
         self.failpoints = base / "failpoints"
         self.failpoints.mkdir()
         self.log_file = base / "engine.log"
-        self.port = _free_port()
+        self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.has_journal = has_journal
         self.client = StreamClient(self.url, resumes=has_journal)
@@ -286,9 +286,3 @@ def is_whole(reply: StatusReply, without: Collection[int] = ()) -> bool:
     rows = reply.processes
     are_ready = all(row.state is ProcessState.READY for row in rows)
     return reply.ready and are_ready and not any(row.pid in without for row in rows)
-
-
-def _free_port() -> int:
-    """Return a port for all supervisors of the run."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return int(listening.getsockname()[1])

@@ -11,9 +11,10 @@ from api_proc.metrics import VLLM_NAMES
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.environments import PROGRAMS
 from tests.clients.runs import Outcome
+from tests.paths import DOCS
 
 RESULTS = Path(__file__).with_name("results.json")
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "compatibility.md"
+PAGE = DOCS / "compatibility.md"
 
 _HEAD = """\
 # Clients

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parents[2]
+from tests.paths import ROOT
+
 COPIED = (
     "core_proc",
     "protocol",

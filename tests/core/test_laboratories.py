@@ -7,16 +7,16 @@ of them that it can fail.
 import random
 import zlib
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from core_proc.request import Request, RequestStatus
 from tests.core.harness import Harness
+from tests.paths import DOCS
 from tests.tools.scheduling_tables import main
 
-PAGE = Path(__file__).parents[2] / "docs" / "scheduling.md"
+PAGE = DOCS / "scheduling.md"
 
 
 class Laboratory(Harness):

@@ -2,7 +2,6 @@
 
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import msgspec
 import pytest
@@ -11,8 +10,8 @@ from core_proc.options import SchedulerOptions
 from core_proc.policy import POLICIES
 from protocol.config.setting_fields import all_settings
 from tests.core.harness import Harness
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "scheduling.md").read_text()
 CODE = re.findall(r"^```python\n(.*?)^```$", TEXT, re.MULTILINE | re.DOTALL)
 

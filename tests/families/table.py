@@ -1,12 +1,12 @@
 """The table of families in docs/families.md."""
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from tests.families.configs import FAMILIES, SINCE_5_24
 from tests.families.verification import COLUMNS, Verified
+from tests.paths import DOCS
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "families.md"
+PAGE = DOCS / "families.md"
 NAMES = {*FAMILIES, *SINCE_5_24}
 """The families with a row, also those that the installed version of transformers lacks."""
 _TITLES = ("family", "`model_type`", "layers computed by", "`exact_resume`", *COLUMNS)

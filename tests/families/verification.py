@@ -14,7 +14,7 @@ from protocol.client import EngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, EngineFactory
-from tests.system.recovery.test_standby import pid_of, wait_for
+from tests.system.successors import pid_of, wait_for
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.parity import (

@@ -21,15 +21,10 @@ from protocol.transport.curve import (
     read_client_keys,
     read_server_keys,
 )
+from tests.ports import free_port
 
 HWM = HighWaterMark.CLIENT_LINK
 TIMEOUT_S = 20.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Server:

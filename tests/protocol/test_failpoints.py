@@ -30,8 +30,8 @@ from protocol.process.failpoints import (
     release,
 )
 from scripts.testing import TIMEOUT_S, eventually
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 NAME, OTHER = "worker.mid_step", "core.after_drain"
 CALLS = {"failpoint", "failpoints.failpoint"}
 PACKAGES = ("protocol", "api_proc", "core_proc", "worker_proc", "scripts")

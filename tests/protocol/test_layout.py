@@ -8,11 +8,11 @@ import hashlib
 import importlib
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from protocol.message import PROTOCOL_VERSION, Message, Record
+from tests.paths import DOCS
 
-PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
+PAGE = DOCS / "protocol.md"
 MODULES = [
     *("adapters", "api_core", "core_worker", "kv_events", "lifecycle", "sampling", "zygote_link"),
     *("process.host_agents", "stores.block_link"),

@@ -26,7 +26,7 @@ from protocol.process.progress_page import (
     ProgressPage,
     ProgressRecord,
 )
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from tests.timing import within
 
 RECOVERY = RecoveryConfig(hang_timeout_s=2.0, startup_timeout_s=100.0)

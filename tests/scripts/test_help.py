@@ -12,8 +12,8 @@ from protocol.process.status import StatusLink
 from protocol.process.version import version
 from scripts import cli, keys, restart, status
 from scripts.supervisor import startup
+from tests.paths import ROOT
 
-ROOT = Path(__file__).parents[2]
 GROUPS = sorted(EngineConfig.__struct_fields__)
 
 

@@ -31,7 +31,7 @@ from protocol.transport.curve import ClientKeys, make_keys, read_client_keys
 from scripts.supervisor import head_link
 from scripts.supervisor.head_link import HeadLink, decoded
 from scripts.supervisor.host_agents import HostAgents, digest_of, settings_of
-from tests.system.machines.test_machines import free_port
+from tests.ports import free_port
 
 TIMEOUT_S = 10.0
 _REPEAT_S = 0.5

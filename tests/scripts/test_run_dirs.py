@@ -24,7 +24,7 @@ from scripts.supervisor.run_dirs import (
     wait_for_epoch_by_clock,
 )
 from scripts.supervisor.serving import open_run_dir
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from worker_proc.parallel.adoption import Adoption
 
 

@@ -14,7 +14,7 @@ from scripts.hub.messages import gguf_files, hub_names
 from scripts.supervisor import checks, serving, startup
 from scripts.supervisor.model_names import with_directories
 from tests.certificates import make_certificate
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from worker_proc.errors import UnsupportedModel
 from worker_proc.startup import early_refusals
 

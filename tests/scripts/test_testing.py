@@ -14,8 +14,8 @@ from protocol.lifecycle import Role
 from protocol.process.launch import EngineProcesses
 from scripts import testing
 from scripts.testing import EngineFactory, RunningEngine, eventually, is_alive
+from tests.paths import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "embedding.md"
 
 

@@ -1,7 +1,6 @@
 """What crosses the wire is printed as it is, and a steady step is as small as the docs state."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -9,8 +8,7 @@ from protocol.core_worker import CachedRequestData, SchedulerOutput, decode_from
 from protocol.message import HEADER_BYTES, encode, pack_header
 from protocol.transport.frame_sequence import Flag
 from scripts.wiretap import MessageSplitter, describe, main
-
-ROOT = Path(__file__).resolve().parents[2]
+from tests.paths import ROOT
 
 
 def steady_step(step_id: int, num_requests: int) -> bytes:

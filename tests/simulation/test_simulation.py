@@ -6,7 +6,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any, NoReturn
 
 import pytest
@@ -14,6 +13,7 @@ import zmq
 
 from core_proc.scheduling.acceptance import Acceptance
 from protocol.core_worker import ModelFacts
+from tests.paths import ROOT
 from tests.simulation import __main__ as simulate_faults
 from tests.simulation.batch import Batch, Tally, run_batch, run_chunk, silence
 from tests.simulation.model import expected_stream, next_token_id
@@ -26,7 +26,6 @@ from tests.simulation.simulation import run_seed
 from tests.simulation.world import Process, World
 
 ALL = frozenset(FAULTS)
-ROOT = Path(__file__).resolve().parents[2]
 NUM_SEEDS = 10_000
 """Number of seeds in each mode, if the machine is fast enough."""
 LIMIT_S = 3.0

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from protocol.core_worker import ModelFacts
+from tests.paths import ROOT
 from tests.soak import clients
 from tests.soak.__main__ import main
 from tests.soak.clients import Lost, Place, SoakClient, read_reply
@@ -21,7 +22,6 @@ from tests.soak.report import Tally, broken_bounds, counts_of, lives_of, theil_s
 from tests.soak.requests import SoakRequest, Way, Workload, problem_of
 from tests.soak.resource_snapshot import ProcessSnapshot, ResourceSnapshot
 
-ROOT = Path(__file__).resolve().parents[2]
 MIB = 2**20
 FACTS = ModelFacts("null", 1000, 512, 16, 64, [2])
 

@@ -20,14 +20,14 @@ from urllib.parse import urlsplit
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
+from tests.paths import DEMO_MODEL
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE = 4 * 2**20 - 300
 ENGINES: Mapping[str, tuple[str, ...]] = {
     "short": ("--max-model-len", "8192"),
     "long": (
         *("--max-model-len", "1048576", "--num-gpu-blocks-override", "262144"),
-        *("--tokenizer", str(ROOT / "scripts" / "demo_model"), "--tool-call-parser", "hermes"),
+        *("--tokenizer", str(DEMO_MODEL), "--tool-call-parser", "hermes"),
     ),
 }
 """Flags of engines with the null model, by the length of their context."""

@@ -24,8 +24,8 @@ from protocol.config import EngineConfig
 from protocol.config.settings import configure
 from protocol.process.launch import EngineProcesses
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
+from tests.paths import DEMO_MODEL
 from tests.worker.driving import make_scheduler
-from tests.worker.grammar.test_structured_output import DEMO
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
 
@@ -113,7 +113,7 @@ class Round:
 
 def demo_config() -> EngineConfig:
     return configure(
-        model=str(DEMO),
+        model=str(DEMO_MODEL),
         num_threads=1,
         num_gpu_blocks_override=1500,
         max_num_seqs=64,

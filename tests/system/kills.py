@@ -13,7 +13,7 @@ from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine
-from tests.system.recovery.test_standby import pid_of, wait_for
+from tests.system.successors import pid_of, wait_for
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from worker_proc.native.build import build
 

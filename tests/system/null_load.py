@@ -8,10 +8,13 @@ from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
 
+from scripts.testing import Engine, eventually
 from worker_proc.null.model import next_token_id
 from worker_proc.startup.start import NULL_EOS_TOKEN_ID, NULL_VOCAB_SIZE
 
 TIMEOUT_S = 60.0
+NUM_STREAMS = 8
+NUM_TOKENS = 300
 
 
 class Stream:
@@ -104,3 +107,10 @@ class NullLoad:
             assert stream.error is None, stream.error
             assert stream.token_ids == null_tokens(prompt, self._num_tokens)
             assert stream.finish_reason == "length"
+
+
+def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
+    """Start streams and wait until they run."""
+    load = NullLoad(engine.url(), NUM_STREAMS, num_tokens)
+    eventually(lambda: load.has_begun, "every stream has begun")
+    return load

@@ -10,7 +10,7 @@ from protocol.client.sync_client import EngineClient
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from scripts.testing import TIMEOUT_S, is_alive
-from tests.system.conftest import EnginePool, SharedEngine
+from tests.system.shared_engines import EnginePool, SharedEngine
 
 FLAGS = ("--no-api", "--null-step-ms", "10")
 

@@ -26,7 +26,8 @@ from protocol.config import Quantization
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from scripts.gguf.directory import make_directory
-from tests.tools.quantization_error import DEMO, Rounding, held_out_windows, measure
+from tests.paths import DEMO_MODEL
+from tests.tools.quantization_error import Rounding, held_out_windows, measure
 from tests.worker.driving import drive
 from tests.worker.gguf.gguf_files import write_random_gguf
 from tests.worker.quantization.layouts import Layout
@@ -100,13 +101,13 @@ def quantize(source: Path, target: Path, name: str, *, repeats_shapes: bool = Fa
 
 def print_errors(num_tokens: int) -> None:
     """Print how far each format is from the demo model."""
-    windows = held_out_windows(DEMO, num_tokens)
+    windows = held_out_windows(DEMO_MODEL, num_tokens)
     print("| layout | mean divergence, nats | same most likely token | loss, nats per token |")
     print("|---|---|---|---|")
     for name in MEASURED:
         with TemporaryDirectory() as scratch:
-            quantize(DEMO, Path(scratch) / "coded", name)
-            error = measure(DEMO, Rounding(model=Path(scratch) / "coded"), windows)
+            quantize(DEMO_MODEL, Path(scratch) / "coded", name)
+            error = measure(DEMO_MODEL, Rounding(model=Path(scratch) / "coded"), windows)
         print(f"| {name} | {error.divergence:.5f} | {error.agreement:.2%} | {error.loss:.4f} |")
 
 

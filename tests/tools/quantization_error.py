@@ -17,6 +17,7 @@ from tokenizers import Tokenizer
 
 from protocol.config import KVCacheDtype, Quantization
 from protocol.config.settings import configure
+from tests.paths import DEMO_MODEL
 from tests.tools.train_demo_model import encode, read_corpus
 from worker_proc.calibration.self_check import trial_requests
 from worker_proc.forward import attach_cache, compute_logits
@@ -25,7 +26,6 @@ from worker_proc.request import ScheduledRequest
 from worker_proc.startup.parts import make_backend, make_layout
 from worker_proc.startup.prepare import prepare_model
 
-DEMO = Path(__file__).resolve().parents[2] / "scripts" / "demo_model"
 WINDOW, BLOCK_SIZE = 512, 16
 
 
@@ -118,7 +118,7 @@ def held_out_windows(model: Path, num_tokens: int) -> list[torch.Tensor]:
 def main() -> None:
     """Print one row for each way to round weights, and keys and values."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=DEMO)
+    parser.add_argument("--model", type=Path, default=DEMO_MODEL)
     parser.add_argument("--num-tokens", type=int, default=40_000)
     args = parser.parse_args()
     weights = {str(each): Rounding(quantization=each) for each in Quantization}

@@ -17,7 +17,7 @@ from api_proc.http.request_ids import RequestIds
 from protocol.lifecycle import Role
 from scripts.restart import restart
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually
-from tests.system.recovery.test_resumption import body, content, ids_of
+from tests.system.resumed_streams import body, content, ids_of
 from tests.system.streams import Event, Stream, metric
 
 TWO = ("--api-server-count", "2")

@@ -14,7 +14,6 @@ import struct
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
@@ -23,10 +22,10 @@ import pytest
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory, eventually
 from tests.api.test_bad_input import RAW_ROWS, ROWS, chat, completion
+from tests.paths import ROOT
 from tests.system.streams import Stream
 from tests.timing import within
 
-ROOT = Path(__file__).resolve().parents[3]
 KEY = "sk-canary"
 MAX_S = 1.0
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"

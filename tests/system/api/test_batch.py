@@ -13,8 +13,8 @@ import pytest
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from scripts.testing import EngineFactory, RunningEngine, eventually
-from tests.system.conftest import ROOT
-from tests.system.embedding.test_embedding import expected_tokens
+from tests.paths import ROOT
+from tests.system.bare_engine import expected_tokens
 
 NUM_LINES = 160
 TOKENS = 40

@@ -14,7 +14,7 @@ from itertools import pairwise
 from urllib.parse import urlsplit
 
 from scripts.testing import Engine, EngineFactory
-from tests.system.conftest import ROOT
+from tests.paths import DEMO_MODEL
 from tests.timing import within
 
 STEP_MS = 10
@@ -81,7 +81,7 @@ def test_tokenizing_a_megabyte_does_not_stall_other_streams(start_engine: Engine
     which does not depend on what else runs, is bounded in tests/core/test_loop.py.
     """
     engine = start_engine(
-        *("--tokenizer", str(ROOT / "scripts" / "demo_model"), "--null-step-ms", str(STEP_MS)),
+        *("--tokenizer", str(DEMO_MODEL), "--null-step-ms", str(STEP_MS)),
         *("--max-model-len", "1000000", "--num-gpu-blocks-override", "80000"),
     )
     url = engine.url()

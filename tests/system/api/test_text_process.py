@@ -10,9 +10,9 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
+from tests.paths import DEMO_MODEL
 from tests.system.readers import Reader, finish, finish_as, start, start_and_kill
 
-ROOT = Path(__file__).resolve().parents[3]
 TEXT = "def read(self, path):  # <|endoftext|>\n" * 600
 BODY: dict[str, Any] = {"max_tokens": 300, "temperature": 1.0, "seed": 7, "logprobs": 1}
 CASES: dict[str, dict[str, Any]] = {
@@ -29,7 +29,7 @@ CASES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def engine() -> Iterator[Engine]:
     with EngineFactory() as factory:
-        tokenizer = str(ROOT / "scripts" / "demo_model")
+        tokenizer = str(DEMO_MODEL)
         pace = ("--null-step-ms", "10")  # the second stream opens long before the first one ends
         yield factory("--tokenizer", tokenizer, "--max-model-len", "16384", *pace)
 

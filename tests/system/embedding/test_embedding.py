@@ -7,7 +7,6 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from itertools import repeat
-from pathlib import Path
 
 import pytest
 
@@ -15,72 +14,17 @@ from protocol.api_core import ErrorCode
 from protocol.client import AsyncEngineClient
 from protocol.client.errors import RequestFailed
 from protocol.client.sync_client import EngineClient
-from protocol.config.settings import configure
-from protocol.process.run_dir import client_address
 from protocol.sampling import FinishReason, SamplingParams
-from scripts.inprocess import InprocEngine
-
-ROOT = Path(__file__).resolve().parents[3]
-PROMPTS = [[5, 6, 7, n] for n in range(16)]
-
-
-class Engine:
-    """A core and a null worker started by hand, each replaceable."""
-
-    def __init__(self, run_dir: str, *flags: str) -> None:
-        self._run_dir = run_dir
-        self._flags = flags
-        self._epoch = 0
-        self.processes: dict[str, subprocess.Popen[bytes]] = {}
-        self.start("core_proc")
-        self.start("worker_proc")
-
-    @property
-    def address(self) -> str:
-        return client_address(self._run_dir)
-
-    def start(self, module: str) -> None:
-        self._epoch += 1
-        command = [sys.executable, "-m", module, "--run-dir", self._run_dir, "--model", "null"]
-        command += ["--epoch", str(self._epoch), *self._flags]
-        self.processes[module] = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.DEVNULL)
-
-    def replace(self, module: str) -> None:
-        self.kill(module)
-        self.start(module)
-
-    def kill(self, module: str) -> None:
-        self.processes[module].kill()
-        self.processes[module].wait(timeout=10)
-
-    def close(self) -> None:
-        for module in self.processes:
-            self.kill(module)
+from tests.paths import ROOT
+from tests.system.bare_engine import PROMPTS, BareEngine, collect, expected_tokens
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[BareEngine]:
     with tempfile.TemporaryDirectory() as run_dir:
-        running = Engine(run_dir, "--null-step-ms", "1")
+        running = BareEngine(run_dir, "--null-step-ms", "1")
         yield running
         running.close()
-
-
-def expected_tokens(prompts: list[list[int]], params: SamplingParams) -> list[list[int]]:
-    """Return the outputs of the same engine in one process."""
-    reference = InprocEngine(configure(model="null"))
-    tokens: dict[int, list[int]] = {}
-    for output in reference.generate(prompts, params):
-        tokens.setdefault(output.request_id, []).extend(output.token_ids)
-    return [tokens[request_id] for request_id in sorted(tokens)]
-
-
-async def collect(
-    client: AsyncEngineClient, prompt: list[int], params: SamplingParams, tokens: list[int]
-) -> None:
-    async for output in client.submit(prompt, params):
-        assert output.first_index == len(tokens)
-        tokens += output.token_ids
 
 
 @pytest.mark.parametrize(
@@ -91,7 +35,7 @@ async def collect(
         ["worker_proc", "core_proc"],
     ],
 )
-def test_streams_continue_exactly_after_kill_9(engine: Engine, victims: list[str]) -> None:
+def test_streams_continue_exactly_after_kill_9(engine: BareEngine, victims: list[str]) -> None:
     """Two kills under load change no stream."""
     params = SamplingParams(max_tokens=600)
 
@@ -117,7 +61,7 @@ def test_streams_continue_exactly_after_kill_9(engine: Engine, victims: list[str
     assert streams == expected_tokens(PROMPTS, params)
 
 
-def test_sync_client_streams_and_cancels(engine: Engine) -> None:
+def test_sync_client_streams_and_cancels(engine: BareEngine) -> None:
     with EngineClient(engine.address) as client:
         facts = client.wait_ready(timeout_s=20)
         assert facts.model == "null"
@@ -131,7 +75,7 @@ def test_sync_client_streams_and_cancels(engine: Engine) -> None:
         assert list(endless) == []
 
 
-def test_refusals_name_the_field_and_the_engine_continues(engine: Engine) -> None:
+def test_refusals_name_the_field_and_the_engine_continues(engine: BareEngine) -> None:
     with EngineClient(engine.address) as client:
         client.wait_ready(timeout_s=20)
         for prompt, code in (
@@ -145,7 +89,7 @@ def test_refusals_name_the_field_and_the_engine_continues(engine: Engine) -> Non
         assert len(client.submit([1], SamplingParams()).result(timeout_s=10).token_ids) == 16
 
 
-def test_death_of_a_client_aborts_its_requests(engine: Engine) -> None:
+def test_death_of_a_client_aborts_its_requests(engine: BareEngine) -> None:
     script = (
         "import sys, time\nfrom protocol.client.sync_client import EngineClient\n"
         "from protocol.sampling import SamplingParams\n"

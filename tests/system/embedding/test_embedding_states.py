@@ -24,7 +24,7 @@ from protocol.process.launch import CLOSE_GRACE_S, EngineProcesses
 from protocol.sampling import SamplingParams
 from scripts.testing import eventually
 from tests.chaos import processes
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from tests.timing import within
 
 CONFIG = configure(model="null", null_step_ms=2.0, log_level="error", standby_cores=0)

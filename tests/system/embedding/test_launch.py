@@ -17,7 +17,7 @@ from protocol.lifecycle import Role
 from protocol.process.launch import EngineProcesses, EngineStartError
 from protocol.sampling import SamplingParams
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from tests.timing import within
 
 CONFIG = configure(model="null", log_level="warning")

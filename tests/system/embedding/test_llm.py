@@ -29,7 +29,7 @@ from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from scripts.inprocess import InprocEngine
 from scripts.testing import RunningEngine, eventually
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from tests.system.embedding.generation import GREEDY, PROMPTS, SETTINGS, Bar, expected, token_ids
 from worker_proc.startup.start import null_facts
 

@@ -15,8 +15,8 @@ import pytest
 from api_proc.llm import LLM, AsyncLLM, Pooling, PoolingType, RequestOutputKind, SamplingParams
 from protocol.client.errors import InvalidRequest, RequestFailed
 from scripts.testing import eventually
+from tests.paths import ROOT
 from tests.system import host_state
-from tests.system.conftest import ROOT
 from tests.system.embedding.generation import GREEDY, PROMPTS, SETTINGS, expected, token_ids
 
 

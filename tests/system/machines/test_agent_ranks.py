@@ -15,12 +15,11 @@ from protocol.lifecycle import Role
 from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.kills import PROMPTS
-from tests.system.machines.test_host_agents import Head, begin, check, keys, kill_machine
+from tests.system.machines.agents import Head, begin, check, kill_machine
 from tests.system.null_load import Stream
 from tests.system.ranks.test_standby_ranks import ready_pids
 from worker_proc.native.build import build, compiler
 
-__all__ = ["keys"]
 TENSOR = ("--tensor-parallel-size", "2")
 STAGES = ("--pipeline-parallel-size", "2")
 NUM_TOKENS = 100

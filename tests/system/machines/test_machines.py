@@ -5,11 +5,7 @@ import itertools
 import os
 import shutil
 import signal
-import socket
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import httpx
@@ -18,10 +14,13 @@ import pytest
 from protocol.api_core import PauseMode
 from protocol.client import EngineClient, ReplicatedClient
 from protocol.lifecycle import Role
-from protocol.transport.curve import make_keys, read_client_keys
-from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually
+from protocol.transport.curve import read_client_keys
+from scripts.testing import TIMEOUT_S, EngineFactory, eventually
+from tests.paths import DEMO_MODEL
 from tests.system import streams
-from tests.system.machines.test_replicas import (
+from tests.system.machines.machine import Machine
+from tests.system.machines.proxy import Proxy
+from tests.system.machines.replicated_streams import (
     EXPECTED,
     NUM_STREAMS,
     PARAMS,
@@ -32,119 +31,7 @@ from tests.system.machines.test_replicas import (
     until_serving,
 )
 from tests.system.null_load import Stream
-from tests.system.recovery.test_resumption import body, ids_of
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-DEMO = Path(__file__).resolve().parents[3] / "scripts" / "demo_model"
-STALL_S = 0.3
-"""As after a lost packet, which is sent again."""
-
-
-class Proxy:
-    """A wire between two machines that can be cut: then nothing passes, and nothing is closed."""
-
-    def __init__(self, port: int, delay_s: float = 0.0, stalls: float = 0.0) -> None:
-        """Take the port behind it, the delay of all data, and the share of it that stalls."""
-        self._port = port
-        self._delay_s = delay_s
-        self._stalls = stalls
-        self._random = Random(1)
-        self._max_bytes = 2**62
-        self.num_bytes = 0
-        self._tasks: list[asyncio.Task[None]] = []
-        self._writers: list[asyncio.StreamWriter] = []
-        self._is_over = False
-        self._is_open = asyncio.Event()
-        self._is_open.set()
-
-    @asynccontextmanager
-    async def listening(self) -> AsyncIterator[str]:
-        """Forward connections to the port; yields the address to connect to."""
-        server = await asyncio.start_server(self._on_connection, "127.0.0.1", 0)
-        async with server:
-            yield f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
-            self._is_over = True
-            self.mend()
-        for writer in self._writers:  # of peers that keep their connections
-            writer.transport.abort()
-        closed = [writer.wait_closed() for writer in self._writers]
-        await asyncio.gather(*closed, *self._tasks, return_exceptions=True)
-
-    def cut(self) -> None:
-        self._is_open.clear()
-
-    def cut_after(self, num_bytes: int) -> None:
-        """Let some more bytes pass."""
-        self._max_bytes = self.num_bytes + num_bytes
-
-    def mend(self) -> None:
-        self._max_bytes = 2**62
-        self._is_open.set()
-
-    @property
-    def is_cut(self) -> bool:
-        return not self._is_open.is_set()
-
-    async def _on_connection(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
-    ) -> None:
-        self._writers.append(writer)
-        await self._is_open.wait()
-        try:
-            there, back = await asyncio.open_connection("127.0.0.1", self._port)
-        except OSError:
-            writer.close()
-            return
-        self._writers.append(back)
-        if self._is_over:
-            back.transport.abort()
-        self._tasks += [
-            asyncio.create_task(self._forward(reader, back)),
-            asyncio.create_task(self._forward(there, writer)),
-        ]
-
-    async def _forward(self, source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
-        try:
-            while data := await source.read(2**16):
-                is_stalled = self._random.random() < self._stalls
-                await asyncio.sleep(self._delay_s + STALL_S * is_stalled)
-                self.num_bytes += len(data)
-                if self.num_bytes >= self._max_bytes:
-                    self.cut()
-                await self._is_open.wait()
-                target.write(data)
-                await target.drain()
-        except OSError:
-            pass
-        finally:
-            target.close()
-
-
-class Machine:
-    """An engine that other machines can reach."""
-
-    def __init__(
-        self, start_engine: EngineFactory, keys: Path, port: int = 0, model: str = "null"
-    ) -> None:
-        self.port = port or free_port()
-        listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
-        self.engine: Engine = start_engine("--no-api", "--null-step-ms", "5", *listen, model=model)
-
-    @property
-    def address(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    make_keys(tmp_path / "keys", ["api"])
-    return tmp_path / "keys"
+from tests.system.resumed_streams import body, ids_of
 
 
 def test_streams_by_tcp_are_exact_through_kill_9_of_worker_and_core(
@@ -300,7 +187,7 @@ def test_an_engine_with_another_training_of_the_model_gets_no_request(
     start_engine: EngineFactory, keys: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    shutil.copytree(DEMO, other)
+    shutil.copytree(DEMO_MODEL, other)
     weights = bytearray((other / "model.safetensors").read_bytes())
     weights[len(weights) // 2 :] = bytes(len(weights) - len(weights) // 2)
     (other / "model.safetensors").unlink()  # it may be read-only

@@ -9,9 +9,9 @@ import pytest
 from protocol.message import pack_token_ids
 from protocol.transport.curve import make_keys
 from scripts.testing import Engine, EngineFactory, eventually
+from tests.ports import free_port
 from tests.system import network
-from tests.system.machines.test_host_agents import FLAGS, kill_machine
-from tests.system.machines.test_machines import free_port
+from tests.system.machines.agents import FLAGS, kill_machine
 from tests.system.network import Network
 from tests.system.null_load import Stream, null_tokens
 

@@ -12,9 +12,9 @@ import pytest
 from protocol.lifecycle import Role
 from protocol.transport.curve import make_keys
 from scripts.testing import Engine, EngineFactory, RunningEngine, eventually
-from tests.system.machines.test_host_agents import begin, check
-from tests.system.machines.test_machines import free_port
-from tests.system.machines.test_replicas import PARAMS, prompt_of
+from tests.ports import free_port
+from tests.system.machines.agents import begin, check
+from tests.system.machines.replicated_streams import PARAMS, prompt_of
 from tests.system.null_load import Stream
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]

@@ -1,10 +1,8 @@
 """Replicas: a request whose replica is lost goes on at another one, with the same tokens."""
 
 import asyncio
-import contextlib
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -14,68 +12,32 @@ from protocol.config import EngineConfig, RoutingPolicy
 from protocol.config.settings import configure
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from protocol.process.launch import EngineProcesses
-from protocol.process.run_dir import replica_dir
-from protocol.process.status import StatusLink
 from protocol.sampling import SamplingParams
 from scripts import restart
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S
-from tests.system.null_load import null_tokens
+from tests.system.machines.replica_processes import drain, kill_all, rows_of
+from tests.system.machines.replicated_streams import (
+    EXPECTED,
+    NUM_STREAMS,
+    PARAMS,
+    Tokens,
+    all_streams,
+    half_read,
+    prompt_of,
+    until,
+    until_half,
+    until_serving,
+)
 from tests.timing import within
 from worker_proc.native.build import build, compiler
 
-NUM_STREAMS = 40
 LONGEST_PAUSE_S = 5.0
 """On a machine that is busy with other tests; 0.8 s on an idle one."""
 NUM_ATTEMPTS = 3
-PARAMS = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
-Tokens = list[list[int]]
-
-
-def prompt_of(number: int) -> list[int]:
-    return [number + 5, 2, 3]
-
-
-EXPECTED = [null_tokens(prompt_of(number), PARAMS.max_tokens) for number in range(NUM_STREAMS)]
 
 
 def null_config(**values: object) -> EngineConfig:
     return configure(model="null", null_step_ms=5.0, log_level="error", **values)
-
-
-async def stream(
-    client: ReplicatedClient, number: int, tokens: list[int], params: SamplingParams = PARAMS
-) -> float:
-    """Read one request to its end; return the longest pause."""
-    longest, last = 0.0, time.monotonic()
-    async for output in client.submit(prompt_of(number), params):
-        assert output.first_index == len(tokens)
-        tokens.extend(output.token_ids)
-        now = time.monotonic()
-        longest, last = max(longest, now - last), now
-    return longest
-
-
-async def all_streams(
-    client: ReplicatedClient, found: Tokens, params: SamplingParams = PARAMS
-) -> list[float]:
-    works = [stream(client, number, tokens, params) for number, tokens in enumerate(found)]
-    return await asyncio.gather(*works)
-
-
-async def until_serving(client: ReplicatedClient, timeout_s: float = TIMEOUT_S) -> None:
-    async with asyncio.timeout(timeout_s):
-        while not all(each.serves for each in client.clients):
-            await asyncio.sleep(0.01)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(TIMEOUT_S):
-        while not condition():
-            await asyncio.sleep(0.01)
-
-
-async def until_half(found: Tokens) -> None:
-    await until(lambda: min(map(len, found)) >= 30)
 
 
 async def until_begun(client: AsyncEngineClient) -> None:
@@ -90,17 +52,6 @@ async def until_begun(client: AsyncEngineClient) -> None:
             if entries and all(entry is not None and entry.has_begun for entry in entries):
                 return
             await asyncio.sleep(0.01)
-
-
-async def half_read(client: ReplicatedClient) -> tuple[Tokens, asyncio.Task[list[float]], int]:
-    """Begin all streams of two replicas; return them half read, and how many the second one has."""
-    await until_serving(client)
-    found: Tokens = [[] for _ in range(NUM_STREAMS)]
-    streams = asyncio.create_task(all_streams(client, found))
-    await until_half(found)
-    num_there = client.clients[1].num_open_requests
-    assert num_there > NUM_STREAMS / 3
-    return found, streams, num_there
 
 
 def test_streams_of_a_replica_that_is_lost_for_good_continue_at_the_other() -> None:
@@ -123,31 +74,9 @@ def test_streams_of_a_replica_that_is_lost_for_good_continue_at_the_other() -> N
     within(NUM_ATTEMPTS, lose, pause_s=LONGEST_PAUSE_S)
 
 
-def kill_all(engine: EngineProcesses, replica: int) -> None:
-    """Kill the supervisor and all processes of a replica."""
-    for row in rows_of(engine, replica):
-        if row.pid is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has left with one of the others
-                os.kill(row.pid, signal.SIGKILL)
-
-
-def drain(engine: EngineProcesses, replica: int) -> None:
-    """Ask the supervisor of a replica to end in order."""
-    [pid] = [row.pid for row in rows_of(engine, replica) if row.role is Role.SUPERVISOR]
-    assert pid is not None
-    os.kill(pid, signal.SIGTERM)
-
-
 def restart_core(engine: EngineProcesses, replica: int) -> None:
     command = ["core", "--replica", str(replica), "--run-dir", engine.run_dir]
     assert restart.main(command) == 0
-
-
-def rows_of(engine: EngineProcesses, replica: int) -> list[ProcessStatus]:
-    with contextlib.closing(StatusLink(replica_dir(engine.run_dir, replica))) as link:
-        reply = link.query(TIMEOUT_S)
-    assert reply is not None
-    return reply.processes
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from protocol.stores.tiers import memory_directory
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.chaos.__main__ import main
 from tests.system.kills import build_model, check_tokens_after_kills, connected
-from tests.system.offload.test_offload import (
+from tests.system.offload.stored_blocks import (
     MEMORY,
     NUM_PROMPTS,
     PROMPT_LEN,

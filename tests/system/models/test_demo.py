@@ -4,7 +4,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
+from tests.paths import DEMO_MODEL
 
 PROMPT = "def __init__(self, "
 
@@ -174,7 +174,7 @@ def test_prefix_cache_is_seen_in_usage(client: openai.OpenAI) -> None:
 
 
 def test_demo_model_has_its_size_and_a_description() -> None:
-    directory = Path(__file__).resolve().parents[3] / "scripts" / "demo_model"
+    directory = DEMO_MODEL
     assert (directory / "model.safetensors").stat().st_size <= 16_000_000
     text = (directory / "README.md").read_text().lower()
     for word in ("licence", "loss", "standard library"):

@@ -7,7 +7,7 @@ import pytest
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from scripts.inprocess import InprocEngine
-from tests.system.conftest import ROOT
+from tests.paths import DEMO_MODEL
 
 NUM_REQUESTS = 32
 MAX_TOKENS = 24
@@ -29,7 +29,7 @@ def request(number: int) -> tuple[list[int], SamplingParams]:
 
 def run(numbers: list[int], **settings: Any) -> tuple[dict[int, list[int]], int]:
     """Return tokens by request number, and the number of preemptions."""
-    model = str(ROOT / "scripts" / "demo_model")
+    model = str(DEMO_MODEL)
     # One thread: two on a busy processor would mostly wait for each other.
     engine = InprocEngine(configure(model=model, num_threads=1, **settings))
     tokens: dict[int, list[int]] = {}

@@ -11,7 +11,7 @@ from protocol.stores.tiers import memory_directory
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system.kills import connected
 from tests.system.null_load import null_tokens
-from tests.system.offload.test_offload import (
+from tests.system.offload.stored_blocks import (
     MEMORY,
     NUM_PROMPTS,
     PARAMS,

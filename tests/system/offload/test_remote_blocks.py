@@ -21,13 +21,14 @@ from protocol.config import RoutingPolicy
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from protocol.stores.tiers import memory_directory
-from protocol.transport.curve import make_keys, read_client_keys
+from protocol.transport.curve import read_client_keys
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.ports import free_port
 from tests.system import streams
-from tests.system.machines.test_machines import Proxy, free_port
-from tests.system.machines.test_replicas import until_serving
+from tests.system.machines.proxy import Proxy
+from tests.system.machines.replicated_streams import until_serving
 from tests.system.null_load import null_tokens
-from tests.system.offload.test_offload import (
+from tests.system.offload.stored_blocks import (
     MEMORY,
     NUM_PROMPTS,
     PARAMS,
@@ -42,7 +43,7 @@ from tests.system.offload.test_offload import (
     tokens_left,
     wait_for_files,
 )
-from tests.system.recovery.test_resumption import body, ids_of
+from tests.system.resumed_streams import body, ids_of
 
 TENSOR = ("--tensor-parallel-size", "2")
 NUM_THERE = NUM_PROMPTS // 2
@@ -93,12 +94,6 @@ class Machine:
             if row.pid not in (None, server, self.engine.process.pid):
                 os.kill(row.pid, signal.SIGKILL)
         assert is_alive(server)
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    make_keys(tmp_path / "keys", ["api"])
-    return tmp_path / "keys"
 
 
 @pytest.fixture

@@ -17,12 +17,12 @@ from protocol.config import RoutingPolicy
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
 from protocol.transport.channel import MAX_FRAME_BYTES
-from protocol.transport.curve import make_keys, read_client_keys
+from protocol.transport.curve import read_client_keys
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory
-from tests.system.machines.test_machines import Proxy
-from tests.system.machines.test_replicas import until_serving
+from tests.system.machines.proxy import Proxy
+from tests.system.machines.replicated_streams import until_serving
 from tests.system.offload import test_offload_states as states
-from tests.system.offload.test_offload import PROMPT_LEN, PROMPTS, files_in, tokens_left
+from tests.system.offload.stored_blocks import PROMPT_LEN, PROMPTS, files_in, tokens_left
 from tests.system.offload.test_remote_blocks import Machine, num_remote
 from tests.worker.checkpoints import Architecture
 from tests.worker.recurrent_models import KINDS
@@ -57,12 +57,6 @@ def _begin(directory: Path, start_engine: EngineFactory, *flags: str) -> Engine:
 
 def large_files(machine: Machine) -> list[Path]:
     return [path for path in files_in(machine.files) if path.stat().st_size > MAX_FRAME_BYTES]
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    make_keys(tmp_path / "keys", ["api"])
-    return tmp_path / "keys"
 
 
 @pytest.fixture

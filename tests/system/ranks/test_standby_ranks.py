@@ -11,8 +11,9 @@ import pytest
 
 from protocol.lifecycle import ProcessState, Role
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
+from tests.system.null_load import loaded
 from tests.system.recovery.test_restart import command
-from tests.system.recovery.test_standby import check_zombies, loaded
+from tests.system.successors import check_zombies
 
 NUM_RANKS = 2
 FLAGS = ("--standby-workers", "1", "--null-step-ms", "5")

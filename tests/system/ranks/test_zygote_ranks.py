@@ -10,8 +10,9 @@ from protocol.lifecycle import Role
 from protocol.process.failpoints import VARIABLE, arm
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.kills import begin, connected, requests_of
+from tests.system.null_load import loaded
 from tests.system.ranks.test_standby_ranks import ready_pids
-from tests.system.recovery.test_standby import check_zombies, loaded
+from tests.system.successors import check_zombies
 from worker_proc.native.build import build, compiler
 
 pytestmark = pytest.mark.slow

@@ -20,9 +20,9 @@ from scripts.testing import EngineFactory, eventually
 from tests.chaos import configurations, processes
 from tests.chaos.__main__ import main
 from tests.chaos.engine import Engine as ChaosEngine
-from tests.system.conftest import EnginePool
 from tests.system.models.test_lora_deaths import write_null_adapter
 from tests.system.recovery.test_supervisor import PROMPT, open_stream
+from tests.system.shared_engines import EnginePool
 
 PRESSURE = ("--num-gpu-blocks-override", "40", "--max-model-len", "512", "--null-step-ms", "5")
 """Two sequences of the greatest length do not fit."""

@@ -22,9 +22,9 @@ from protocol.process.status import StatusLink
 from protocol.sampling import SamplingParams
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system import long_steps
-from tests.system.conftest import EnginePool, SharedEngine
-from tests.system.embedding.test_embedding import collect, expected_tokens
+from tests.system.bare_engine import collect, expected_tokens
 from tests.system.null_load import Stream
+from tests.system.shared_engines import EnginePool, SharedEngine
 from tests.timing import within
 
 PROMPTS = [[5, 6, 7, n] for n in range(8)]

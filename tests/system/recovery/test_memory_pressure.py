@@ -7,7 +7,7 @@ import pytest
 
 from protocol.client import AsyncEngineClient
 from protocol.sampling import SamplingParams
-from tests.system.embedding.test_embedding import PROMPTS, Engine, collect, expected_tokens
+from tests.system.bare_engine import PROMPTS, BareEngine, collect, expected_tokens
 
 PARAMS = SamplingParams(max_tokens=400)
 PRESSURE = (
@@ -31,7 +31,7 @@ SWITCHES = {
 def test_streams_under_memory_pressure_survive_kill_9(flags: tuple[str, ...]) -> None:
     streams: list[list[int]] = [[] for _ in PROMPTS]
 
-    async def main(engine: Engine) -> None:
+    async def main(engine: BareEngine) -> None:
         async with AsyncEngineClient(engine.address) as client, asyncio.timeout(90):
             await client.wait_ready(timeout_s=20)
             pairs = zip(PROMPTS, streams, strict=True)
@@ -45,7 +45,7 @@ def test_streams_under_memory_pressure_survive_kill_9(flags: tuple[str, ...]) ->
                 await asyncio.sleep(0.05)  # the last core has preempted, and reports it
 
     with tempfile.TemporaryDirectory() as run_dir:
-        engine = Engine(run_dir, *PRESSURE, *flags)
+        engine = BareEngine(run_dir, *PRESSURE, *flags)
         try:
             asyncio.run(main(engine))
         finally:

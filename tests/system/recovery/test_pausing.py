@@ -16,7 +16,8 @@ from protocol.client.kv_feed import KVEventFeed
 from protocol.kv_events import AllBlocksCleared, BlocksStored
 from protocol.sampling import SamplingParams
 from scripts.testing import TIMEOUT_S, EngineFactory
-from tests.system.embedding.test_embedding import PROMPTS, ROOT, Engine, collect, expected_tokens
+from tests.paths import ROOT
+from tests.system.bare_engine import PROMPTS, BareEngine, collect, expected_tokens
 from tests.system.recovery.test_supervisor import open_stream
 
 PARAMS = SamplingParams(max_tokens=400)
@@ -24,9 +25,9 @@ Control = Callable[[AsyncEngineClient], Awaitable[bool]]
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
+def engine() -> Iterator[BareEngine]:
     with tempfile.TemporaryDirectory() as run_dir:
-        running = Engine(run_dir, "--null-step-ms", "2", "--enable-kv-events")
+        running = BareEngine(run_dir, "--null-step-ms", "2", "--enable-kv-events")
         yield running
         running.close()
 
@@ -71,7 +72,7 @@ async def next_status(client: AsyncEngineClient) -> Status:
 
 
 @asynccontextmanager
-async def connected(engine: Engine) -> AsyncIterator[AsyncEngineClient]:
+async def connected(engine: BareEngine) -> AsyncIterator[AsyncEngineClient]:
     async with AsyncEngineClient(engine.address) as client, asyncio.timeout(60):
         await client.wait_ready(timeout_s=20)
         yield client
@@ -91,7 +92,7 @@ SLEEP = (AsyncEngineClient.sleep, AsyncEngineClient.wake_up)
     ],
 )
 def test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly(
-    engine: Engine, stop: Control, go_on: Control, victims: list[str]
+    engine: BareEngine, stop: Control, go_on: Control, victims: list[str]
 ) -> None:
     async def main() -> None:
         async with connected(engine) as client:
@@ -120,7 +121,7 @@ def test_a_pause_outlives_kill_9_and_then_every_stream_ends_exactly(
     asyncio.run(main())
 
 
-def test_paused_new_lets_the_running_ones_end_and_the_new_ones_wait(engine: Engine) -> None:
+def test_paused_new_lets_the_running_ones_end_and_the_new_ones_wait(engine: BareEngine) -> None:
     async def main() -> None:
         async with connected(engine) as client:
             load = Load(client)
@@ -163,7 +164,7 @@ async def follow(feed: KVEventFeed, known: set[bytes], num_snapshots: list[int])
             known.difference_update(event.block_hashes)
 
 
-def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: Engine) -> None:
+def test_a_router_computes_the_hashes_itself_and_survives_the_core(engine: BareEngine) -> None:
     prompt = [5 + i % 7 for i in range(60)]
     block_hashes = documented_hashes()
 

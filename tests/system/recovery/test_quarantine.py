@@ -12,7 +12,7 @@ from protocol.process import failpoints
 from protocol.process.run_dir import client_address
 from protocol.sampling import SamplingParams
 from scripts.testing import TIMEOUT_S, EngineFactory
-from tests.system.embedding.test_embedding import collect, expected_tokens
+from tests.system.bare_engine import collect, expected_tokens
 
 NUM_STREAMS = 32
 CULPRIT = 17

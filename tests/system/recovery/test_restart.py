@@ -17,8 +17,9 @@ from protocol.lifecycle import ProcessState, Role
 from protocol.process.status import StatusLink
 from scripts import restart, status
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
-from tests.system.conftest import ROOT, EnginePool
+from tests.paths import ROOT
 from tests.system.null_load import NullLoad, Stream, null_tokens
+from tests.system.shared_engines import EnginePool
 
 NUM_RESTARTS = {Role.WORKER: 2, Role.CORE: 2, Role.API: 1}
 """Restarts in a row; an API takes time to leave."""

@@ -13,64 +13,19 @@ import pytest
 
 from protocol.lifecycle import ProcessState, ProcessStatus, Role
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
-from tests.system.conftest import EnginePool, SharedEngine
-from tests.system.null_load import NullLoad, Stream
+from tests.system.null_load import Stream, loaded
+from tests.system.shared_engines import EnginePool, SharedEngine
+from tests.system.successors import check_zombies, find, kill_and_wait, pid_of, wait_for
 from tests.timing import within
 
 HELPERS = (Role.ZYGOTE, Role.STANDBY)
-NUM_STREAMS = 8
-NUM_TOKENS = 300
 FLAGS = ("--standby-workers", "1", "--null-step-ms", "5")
-
-
-def find(engine: Engine, role: Role) -> ProcessStatus | None:
-    """Return the status of one process, whether the engine is ready or not."""
-    reply = engine.status()
-    return None if reply is None else next((r for r in reply.processes if r.role is role), None)
-
-
-def wait_for(
-    engine: Engine, role: Role, above: int = 0, timeout_s: float = TIMEOUT_S
-) -> ProcessStatus:
-    """Wait until a process with a greater epoch is ready; RuntimeError: the engine has ended."""
-
-    def ask() -> ProcessStatus | None:
-        engine.check()
-        row = find(engine, role)
-        if row is None or row.state is not ProcessState.READY or row.epoch <= above:
-            return None
-        return row if row.pid is not None else None
-
-    return eventually(ask, f"{role} above epoch {above} is ready", timeout_s)
 
 
 def complete(engine: Engine, timeout_s: float = TIMEOUT_S) -> dict[Role, ProcessStatus]:
     """Wait until worker and helpers are ready."""
     roles = (Role.WORKER, *HELPERS)
     return {role: wait_for(engine, role, timeout_s=timeout_s) for role in roles}
-
-
-def pid_of(row: ProcessStatus) -> int:
-    assert row.pid is not None
-    return row.pid
-
-
-def kill_and_wait(engine: Engine, victims: list[ProcessStatus]) -> None:
-    """Kill processes at once, in this order, and wait until all are replaced."""
-    for row in victims:
-        os.kill(pid_of(row), signal.SIGKILL)
-    for row in victims:
-        wait_for(engine, row.role, row.epoch)
-
-
-def check_zombies(engine: Engine) -> None:
-    """Wait until the supervisor has no zombie children; it looks for them once a second."""
-    children = Path(f"/proc/{engine.process.pid}/task/{engine.process.pid}/children")
-
-    def is_clean() -> bool:
-        return all(map(is_alive, map(int, children.read_text().split())))
-
-    eventually(is_clean, "the dead are reaped")
 
 
 def wait_for_tokens(streams: list[Stream], number: int) -> None:
@@ -83,13 +38,6 @@ def standing(shared_engine: EnginePool) -> SharedEngine:
     started = shared_engine(*FLAGS)
     complete(started)
     return started
-
-
-def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
-    """Start streams and wait until they run."""
-    load = NullLoad(engine.url(), NUM_STREAMS, num_tokens)
-    eventually(lambda: load.has_begun, "every stream has begun")
-    return load
 
 
 def test_an_engine_that_has_ended_is_not_waited_for(start_engine: EngineFactory) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from protocol.lifecycle import ProcessStatus, Role
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
-from tests.system.conftest import EnginePool
 from tests.system.null_load import NullLoad
-from tests.system.recovery.test_standby import check_zombies, kill_and_wait, pid_of, wait_for
+from tests.system.shared_engines import EnginePool
+from tests.system.successors import check_zombies, kill_and_wait, pid_of, wait_for
 
 FLAGS = ("--null-step-ms", "5")
 NUM_STREAMS = 8

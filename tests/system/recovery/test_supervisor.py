@@ -29,7 +29,8 @@ from scripts.testing import (
     eventually,
     is_alive,
 )
-from tests.system.conftest import ROOT, EnginePool
+from tests.paths import ROOT
+from tests.system.shared_engines import EnginePool
 from tests.timing import within
 
 ROLES = [Role.WORKER, Role.CORE, Role.API]

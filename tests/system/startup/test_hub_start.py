@@ -18,13 +18,12 @@ from protocol.process.launch import CLOSE_GRACE_S, EngineProcesses, EngineStartE
 from scripts.inprocess import InprocEngine
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
 from tests.hub import Hub
-from tests.system.conftest import ROOT
+from tests.paths import DEMO_MODEL, ROOT
 
 NAME = "tiny/demo"
 WEIGHTS = "model.safetensors"
 CONFIG = "config.json"
 HELD_AT = 2**20
-DEMO = ROOT / "scripts" / "demo_model"
 REQUEST = {"model": NAME, "prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0}
 
 
@@ -32,7 +31,7 @@ REQUEST = {"model": NAME, "prompt": "def add(a, b):", "max_tokens": 24, "tempera
 def hub() -> Iterator[Hub]:
     """A hub with the demo model."""
     with Hub() as started:
-        started.add(NAME, DEMO)
+        started.add(NAME, DEMO_MODEL)
         yield started
 
 
@@ -40,8 +39,8 @@ def hub() -> Iterator[Hub]:
 def long_config(hub: Hub, tmp_path: Path) -> None:
     """The hub holds back the first file: before it is there, nothing is checked or computed."""
     directory = tmp_path / "long"
-    shutil.copytree(DEMO, directory)
-    (directory / CONFIG).write_text((DEMO / CONFIG).read_text() + " " * 4 * HELD_AT)
+    shutil.copytree(DEMO_MODEL, directory)
+    (directory / CONFIG).write_text((DEMO_MODEL / CONFIG).read_text() + " " * 4 * HELD_AT)
     hub.add(NAME, directory)
     hub.holds[CONFIG] = HELD_AT
 

@@ -15,7 +15,7 @@ import pytest
 from transformers import Qwen3Config
 
 from scripts.testing import EngineFactory
-from tests.system.conftest import ROOT
+from tests.paths import DEMO_MODEL
 from tests.timing import within
 from tests.worker.checkpoints import SHAPE
 from tests.worker.hollow_checkpoints import write_hollow
@@ -42,7 +42,7 @@ def test_the_reason_comes_within_three_seconds(
     """From the command's start, on two free cores; the weights would take longer alone."""
     num_bytes = write_hollow(tmp_path / "model", Qwen3Config(**SHAPE | SIZES))
     assert num_bytes > 4_000_000_000
-    for file in (ROOT / "scripts" / "demo_model").glob("tokenizer*"):
+    for file in DEMO_MODEL.glob("tokenizer*"):
         shutil.copy(file, tmp_path / "model")
 
     def measure() -> dict[str, float]:

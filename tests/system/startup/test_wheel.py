@@ -15,9 +15,9 @@ import pytest
 
 from protocol.lifecycle import Role
 from scripts.testing import LOAD_TIMEOUT_S, RunningEngine, eventually
+from tests.paths import ROOT
 from worker_proc.native.build import TARGETS, best_target, compiler, cpu_description
 
-ROOT = Path(__file__).resolve().parents[3]
 BUILD_TIMEOUT_S = 2400
 PROMPT = {"model": "demo", "prompt": "def ", "max_tokens": 600, "seed": 5, "ignore_eos": True}
 

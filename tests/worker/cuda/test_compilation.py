@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.paths import ROOT
 from tests.worker.cuda.interpreter import prepare_triton
 
 prepare_triton()
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.slow

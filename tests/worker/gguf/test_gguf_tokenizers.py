@@ -30,7 +30,7 @@ from transformers.models.qwen3_5.tokenization_qwen3_5 import PRETOKENIZE_REGEX a
 from api_proc.text.checkpoint import chat_templates
 from api_proc.text.tokenizer import EncodeOptions, HfTokenizer
 from scripts.gguf.directory import make_directory
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from tests.worker.gguf.gguf_files import WIDE, Vocabulary, write_gguf
 
 LLAMA3_REGEX = (

@@ -5,7 +5,6 @@ import random
 import shutil
 from collections.abc import Sequence
 from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from protocol.config.settings import configure
 from protocol.core_worker import NewRequestData
 from protocol.message import pack_token_ids
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
+from tests.paths import DEMO_MODEL
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive
 from tests.worker.grammar.json_schemas import schemas, validate
@@ -25,14 +25,13 @@ from worker_proc.startup.load_runner import load_model_runner
 
 MAX_TOKENS = 250
 EOS = 0
-DEMO = Path(__file__).resolve().parents[3] / "scripts" / "demo_model"
 
 
 @cache
 def demo(num_speculative_tokens: int = 0) -> ModelRunner:
     torch.set_num_threads(1)
     config = configure(
-        model=str(DEMO),
+        model=str(DEMO_MODEL),
         num_gpu_blocks_override=600,
         num_threads=1,
         num_speculative_tokens=num_speculative_tokens,
@@ -44,12 +43,12 @@ def demo(num_speculative_tokens: int = 0) -> ModelRunner:
 def random_model(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
     """A model with random weights, and the tokens of the demo model."""
     directory = tmp_path_factory.mktemp("random")
-    shape = json.loads((DEMO / "config.json").read_text())
+    shape = json.loads((DEMO_MODEL / "config.json").read_text())
     shape |= {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     shape |= {"num_attention_heads": 2, "num_key_value_heads": 2}
     build_checkpoint(directory, LlamaConfig(**shape))
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(DEMO / name, directory)
+        shutil.copy(DEMO_MODEL / name, directory)
     torch.set_num_threads(1)
     config = configure(model=str(directory), num_gpu_blocks_override=2500, num_threads=1)
     return load_model_runner(config, lambda *_: None)
@@ -57,7 +56,7 @@ def random_model(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
 
 @cache
 def tokenizer() -> Tokenizer:
-    return Tokenizer.from_file(str(DEMO / "tokenizer.json"))
+    return Tokenizer.from_file(str(DEMO_MODEL / "tokenizer.json"))
 
 
 def text_of(token_ids: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from worker_proc.native.build import build
 
 _SCRIPT = """

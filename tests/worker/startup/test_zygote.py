@@ -29,7 +29,7 @@ from protocol.process.run_dir import lifecycle_address
 from protocol.transport.channel import HighWaterMark, RouterChannel
 from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 from scripts.testing import eventually, is_alive
-from tests.system.conftest import ROOT
+from tests.paths import ROOT
 from worker_proc.startup.zygote import NotForkable, check_forkable
 
 T = TypeVar("T")
