@@ -11,9 +11,10 @@ from protocol.config import ConfigError
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
+from tests.worker.cuda.attention_steps import BLOCK_SIZE, ints
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.cuda.test_attention_kernels import BLOCK_SIZE, ints
-from tests.worker.cuda.test_cuda_path import SMALL, make_runner, prove_briefly, take_cuda_path
+from tests.worker.cuda.small_models import SMALL, make_runner, prove_briefly
+from tests.worker.cuda.triton_path import take_cuda_path
 from tests.worker.driving import drive
 from tests.worker.parity import make_prompts
 from worker_proc.attention.interface import Scoring

@@ -6,39 +6,29 @@ import pytest
 import torch
 from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 
-from protocol.config import (
-    CacheConfig,
-    Device,
-    Dtype,
-    EngineConfig,
-    ModelConfig,
-    NativeDecoder,
-    SchedulerConfig,
-    WorkerConfig,
-)
-from protocol.sampling import SamplingParams
-from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
+from protocol.config import NativeDecoder
+from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.cuda.triton_path import set_uses_triton
+from tests.worker.cuda.small_models import (
+    GREEDY,
+    MAX_TOKENS,
+    NUM_DRAFTS,
+    SMALL,
+    make_runner,
+    prove_briefly,
+)
+from tests.worker.cuda.triton_path import take_cuda_path
 from tests.worker.driving import drive
 from tests.worker.parity import generate, make_prompts
 from tests.worker.runners import draft_model_of
-from worker_proc.calibration import self_check
 from worker_proc.decoder import install, proof
 from worker_proc.inputs import pack_step
-from worker_proc.model_runner import ModelRunner
-from worker_proc.native.structures import Rotation
 from worker_proc.request import MirroredRequest, ScheduledRequest
-from worker_proc.startup import checks, prepare
-from worker_proc.startup.load_runner import load_model_runner
 
 prepare_triton()
 from worker_proc.cuda.backend import CudaBackend  # noqa: E402
 
-BLOCK_SIZE, MAX_TOKENS, NUM_DRAFTS = 4, 4, 2
 UNWRITTEN = 1e9
-GREEDY = SamplingParams(max_tokens=MAX_TOKENS, temperature=0.0)
-SMALL = SHAPE | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 TRITON = {
     *("llama", "llama_tied", "qwen2", "qwen3", "mistral_window", "gemma2", "gemma3"),
     *("gemma3_vision", "granite", "olmo2", "smollm3", "glm4", "phi3"),
@@ -46,46 +36,9 @@ TRITON = {
 """Families whose layers the kernels compute; of the others they compute norms and attention."""
 
 
-def take_cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a GPU, let the CPU take the path of one."""
-    if DEVICE.type == "cpu":
-        monkeypatch.setattr(prepare, "load_library", lambda: None)
-        monkeypatch.setattr(checks, "start_building", lambda: None)
-        monkeypatch.setattr(prepare, "can_pack", lambda *_: False)
-        set_uses_triton(monkeypatch, True)
-
-
 @pytest.fixture(autouse=True)
 def _cuda_path(monkeypatch: pytest.MonkeyPatch) -> None:
     take_cuda_path(monkeypatch)
-
-
-def prove_briefly(monkeypatch: pytest.MonkeyPatch, scale: float) -> None:
-    """Try one text, rows of one scale and the usual rotation; slow tests leave nothing out."""
-    monkeypatch.setattr(self_check, "TEXT_LENGTHS", (4,))
-    monkeypatch.setattr(proof, "TRIAL_SCALES", (scale,))
-    monkeypatch.setattr(proof, "Rotation", [Rotation.HALVES])
-
-
-def make_runner(
-    directory: Path, dtype: str = "float32", draft: Path | None = None, **worker: object
-) -> ModelRunner:
-    config = EngineConfig(
-        model=ModelConfig(
-            model=str(directory),
-            dtype=Dtype(dtype),
-            device=Device(DEVICE.type),
-            speculative_model=None if draft is None else str(draft),
-        ),
-        cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=200),
-        scheduler=SchedulerConfig(
-            max_num_seqs=4,
-            max_num_batched_tokens=64,
-            num_speculative_tokens=0 if draft is None else NUM_DRAFTS,
-        ),
-        worker=WorkerConfig(**worker),  # type: ignore[arg-type]
-    )
-    return load_model_runner(config, lambda phase, done, total: None)
 
 
 def check_outputs(directory: Path, config: PretrainedConfig, decoder: str) -> None:

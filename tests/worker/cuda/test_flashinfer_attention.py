@@ -18,8 +18,8 @@ from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.cuda.flashinfer_stand_in import install_stand_in
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.cuda.test_cuda_path import GREEDY, make_runner, take_cuda_path
-from tests.worker.cuda.triton_path import set_uses_triton
+from tests.worker.cuda.small_models import GREEDY, make_runner
+from tests.worker.cuda.triton_path import set_uses_triton, take_cuda_path
 from tests.worker.driving import drive
 from tests.worker.parity import make_prompts
 from worker_proc.attention.interface import PagedLayer, Rows, Scoring

@@ -9,8 +9,8 @@ from transformers.models.glm4.modeling_glm4 import apply_rotary_pos_emb as rotat
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb as rotate_halves
 
+from tests.worker.cuda.attention_steps import Step, ints, written_slots
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.cuda.test_attention_kernels import Step, ints, written_slots
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.modules.pointwise import FusedRMSNorm, activation_of, fused_norm
 from worker_proc.native.structures import Activation, Rotation

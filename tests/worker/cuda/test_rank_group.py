@@ -21,15 +21,13 @@ from protocol.config import (
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.cuda.triton_path import set_uses_triton
+from tests.worker.cuda.small_models import prove_briefly
+from tests.worker.cuda.triton_path import take_triton_path
 from tests.worker.driving import drive
 from tests.worker.parity import BLOCK_SIZE, generate, make_prompts
-from worker_proc.calibration import self_check
-from worker_proc.decoder import proof
-from worker_proc.native.structures import Rotation
 from worker_proc.parallel.device_group import DIFFERS
 from worker_proc.parallel.share import Share
-from worker_proc.startup import checks, prepare
+from worker_proc.startup import checks
 from worker_proc.startup.load_runner import load_model_runner
 
 prepare_triton()
@@ -84,14 +82,9 @@ def compute_tokens(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     patch = pytest.MonkeyPatch()
-    patch.setattr(prepare, "load_library", lambda: None)
-    patch.setattr(prepare, "can_pack", lambda *_: False)
-    patch.setattr(checks, "start_building", lambda: None)
+    take_triton_path(patch)
     patch.setattr(checks, "_setting_with_kernels", lambda *_: None)
-    patch.setattr(self_check, "TEXT_LENGTHS", (4,))
-    patch.setattr(proof, "TRIAL_SCALES", (1.0,))
-    patch.setattr(proof, "Rotation", [Rotation.HALVES])
-    set_uses_triton(patch, True)
+    prove_briefly(patch, 1.0)
     config = EngineConfig(
         model=ModelConfig(model=str(directory), dtype=Dtype(dtype)),
         cache=CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks_override=200),

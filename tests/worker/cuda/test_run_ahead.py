@@ -11,8 +11,8 @@ from protocol.config import NativeDecoder
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.cuda.interpreter import DEVICE, prepare_triton
-from tests.worker.cuda.test_cuda_path import SMALL, make_runner, take_cuda_path
-from tests.worker.cuda.triton_path import set_uses_triton
+from tests.worker.cuda.small_models import SMALL, make_runner
+from tests.worker.cuda.triton_path import set_uses_triton, take_cuda_path
 from tests.worker.driving import Run, drive
 from tests.worker.parity import make_prompts
 from worker_proc.cuda import steps_ahead

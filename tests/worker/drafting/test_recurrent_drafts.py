@@ -15,6 +15,13 @@ from protocol.core_worker import SchedulerOutput, StoreBlocks, TokenLogprobs
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoint
 from tests.worker.drafting.oracle import Oracle
+from tests.worker.drafting.recurrent_requests import (
+    FEW_STATES,
+    NUM_DRAFTS,
+    PARAMS,
+    PREEMPTING,
+    PROMPTS,
+)
 from tests.worker.drafting.test_draft_model import Intermittent
 from tests.worker.driving import Run, drive
 from tests.worker.parity import make_runner
@@ -33,23 +40,7 @@ from worker_proc.runner import LaunchedStep
 
 BY_NAME = {architecture.name: architecture for architecture in RECURRENT}
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv")
-NUM_DRAFTS = 4
 ROOMY, TIGHT = 400, 40
-SHARED = list(range(40, 61))
-PROMPTS = [[*SHARED[: 3 * number], 5 + number, *range(70, 70 + number)] for number in range(8)]
-PARAMS = [
-    SamplingParams(
-        temperature=0.9 * (number % 2), seed=number, max_tokens=40, ignore_eos=True, logprobs=0
-    )
-    for number in range(len(PROMPTS))
-]
-FEW_STATES: dict[str, object] = {
-    "mamba_block_size": 8,
-    "max_num_seqs": 3,
-    "max_num_batched_tokens": 16,
-    "max_steps_in_flight": 2,
-}
-PREEMPTING: dict[str, object] = {"scheduler_reserve_full_isl": False, "mamba_block_size": 16}
 OPTIONS: list[tuple[int, int | None, list[dict[str, object]]]] = [
     (ROOMY, 7, [FEW_STATES]),
     (

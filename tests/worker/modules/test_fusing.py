@@ -12,11 +12,10 @@ from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.pointwise import FusedActivation, FusedRMSNorm
 from worker_proc.native.build import compiler
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-DTYPES = (torch.float32, torch.bfloat16)
 SIZE = 74
 """Not a multiple of a vector."""
 
@@ -38,7 +37,7 @@ def assert_close(want: torch.Tensor, got: torch.Tensor) -> None:
     torch.testing.assert_close(want, got, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
 @torch.inference_mode()
 def test_norms_of_both_kinds(
@@ -57,7 +56,7 @@ def test_norms_of_both_kinds(
         assert_close(want, model(rows))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu", "relu2"])
 @torch.inference_mode()
@@ -74,7 +73,7 @@ def test_gated_mlps(
         assert_close(want, model(rows))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu"])
 @torch.inference_mode()
 def test_activations(name: str, dtype: torch.dtype, library: NativeLibrary) -> None:
@@ -109,7 +108,7 @@ def test_activations_of_every_value_in_bfloat16(name: str, library: NativeLibrar
     assert (got[is_usual] == want.bfloat16()).double().mean() > 0.9995
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @torch.inference_mode()
 def test_modules_that_compute_something_else_stay(
     dtype: torch.dtype, library: NativeLibrary
@@ -201,7 +200,7 @@ class _Epsilon:
         self.weight = weight
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @torch.inference_mode()
 def test_a_bound_that_ordinary_values_never_reach_is_not_lost(
     dtype: torch.dtype, library: NativeLibrary

@@ -19,7 +19,7 @@ from worker_proc.calibration.token_products import TokenProducts
 from worker_proc.modules.own_matrices import pack_own_matrices
 from worker_proc.modules.packed_matrix import PackedMatrix
 from worker_proc.native.build import compiler
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
@@ -29,7 +29,6 @@ KINDS: dict[str, tuple[type[nn.Module], Any]] = {
     "hy_v4": (HYV4HyperConnection, HYV4Config),
     "head": (DeepseekV4HyperHead, DeepseekV4Config),
 }
-DTYPES = (torch.float32, torch.bfloat16)
 
 
 def make(name: str) -> nn.Module:
@@ -46,7 +45,7 @@ def pack(module: nn.Module, library: NativeLibrary, dtype: torch.dtype, **option
     return bool(pack_own_matrices(holder, {"hc": (3, 36)}, library, dtype, **options))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_row_has_the_same_bits_among_any_others(
     name: str, dtype: torch.dtype, library: NativeLibrary

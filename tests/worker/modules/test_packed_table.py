@@ -14,14 +14,14 @@ from protocol.config.settings import configure
 from scripts.gguf.directory import make_directory
 from tests.worker.gguf.gguf_files import WIDE, random_blocks, write_gguf
 from tests.worker.gguf.gguf_models import MOE
-from tests.worker.native.test_grouped_codes import CASES, Case, make_weight
+from tests.worker.native.grouped_weights import CASES, Case, make_weight
 from worker_proc.gguf.blocks import read_blocks
 from worker_proc.gguf.types import TensorType
 from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.modules.packed_table import PackedTable, can_look_up
 from worker_proc.native.build import build, compiler
 from worker_proc.native.instructions import embedding
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.quantization.packing import pack_codes
 from worker_proc.quantization.weight import QuantizedWeight
 from worker_proc.startup.prepare import prepare_model
@@ -30,7 +30,6 @@ pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
     pytest.mark.usefixtures("two_threads"),
 ]
-DTYPES = (torch.float32, torch.bfloat16)
 NUM_ROWS, NUM_INPUTS = 70, 512
 
 
@@ -43,7 +42,7 @@ def check_rows(kernels: NativeLibrary, weight: QuantizedWeight) -> None:
     """Look up each row, in another order, alone and beside others."""
     shape = weight.codes.shape
     tokens = torch.randperm(shape[0])
-    for dtype in DTYPES:
+    for dtype in NATIVE_DTYPES:
         packed = pack_codes(weight, None, dtype)
         assert can_look_up(packed)
         table = nn.Embedding(*shape)

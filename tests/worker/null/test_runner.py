@@ -18,40 +18,11 @@ from protocol.core_worker import (
 from protocol.message import pack_token_ids
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
+from tests.worker.null.contexts import EOS, PARAMS, expected, facts, prompts
 from tests.worker.steps import new, step
 from worker_proc.errors import MirrorError
 from worker_proc.null.model import draft_token_ids, next_token_id
 from worker_proc.null.runner import NullRunner, NullTimes
-
-EOS = [2]
-PARAMS = SamplingParams(max_tokens=20, temperature=0.0)
-
-
-def facts(num_blocks: int = 400, block_size: int = 4) -> ModelFacts:
-    return ModelFacts(
-        model="null",
-        vocab_size=300,
-        max_model_len=200,
-        block_size=block_size,
-        num_gpu_blocks=num_blocks,
-        eos_token_ids=EOS,
-    )
-
-
-def expected(prompt: list[int], num_tokens: int) -> list[int]:
-    tokens = list(prompt)
-    for _ in range(num_tokens):
-        tokens.append(next_token_id(tokens, 300, EOS))
-    return tokens[len(prompt) :]
-
-
-def prompts() -> list[list[int]]:
-    rng = random.Random(4)
-    shared = [rng.randrange(300) for _ in range(16)]
-    return [
-        shared[: rng.randrange(17)] + [rng.randrange(300) for _ in range(rng.randrange(1, 60))]
-        for _ in range(16)
-    ]
 
 
 @pytest.mark.parametrize("caching", [True, False])

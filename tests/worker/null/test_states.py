@@ -7,7 +7,7 @@ import pytest
 
 from protocol.core_worker import BlockCopies, KVGroup, ModelFacts, NewRequestData, SchedulerOutput
 from tests.worker.driving import drive
-from tests.worker.null.test_runner import PARAMS, expected, facts, prompts
+from tests.worker.null.contexts import PARAMS, expected, facts, prompts
 from tests.worker.steps import new, step
 from worker_proc.errors import MirrorError
 from worker_proc.mirror import Mirror

@@ -31,7 +31,7 @@ from scripts.block_server import server as server_module
 from scripts.block_server import stored_blocks
 from scripts.testing import eventually
 from tests.worker.offload.bench import Bench, key, state_key
-from tests.worker.offload.test_remote_blocks import LAYOUT, Machine, Reader
+from tests.worker.offload.machines import LAYOUT, Machine, Reader
 from worker_proc.offload import remote
 from worker_proc.offload.block_file import Unpacking, file_header
 from worker_proc.offload.remote import BlockReader, Outcome, Wanted, _Ahead, _part_sizes

@@ -14,7 +14,7 @@ from protocol.core_worker import UNLIMITED_BLOCKS
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.drafting.oracle import Oracle
-from tests.worker.drafting.test_recurrent_drafts import (
+from tests.worker.drafting.recurrent_requests import (
     FEW_STATES,
     NUM_DRAFTS,
     PARAMS,

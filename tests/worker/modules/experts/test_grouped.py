@@ -1,6 +1,5 @@
 """Experts beside a router equal transformers' own, and a row's bits depend on the row alone."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -29,7 +28,18 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 from transformers.models.phimoe.modeling_phimoe import PhimoeSparseMoeBlock
 
 from tests.combinations import in_turn
-from tests.worker.modules.test_fusing import DTYPES
+from tests.worker.modules.experts.holders import (
+    HIDDEN_SIZE,
+    NUM_CHOSEN,
+    NUM_EXPERTS,
+    SIZE,
+    TOLERANCE,
+    Holder,
+    assert_close,
+    definition,
+    randomized,
+    rows_and_choices,
+)
 from worker_proc.modules.experts.coded import computing_expert_codes, round_experts
 from worker_proc.modules.experts.grouped import GroupedExperts
 from worker_proc.modules.experts.router import ONE_THREAD_VALUES
@@ -37,15 +47,11 @@ from worker_proc.modules.fusing import ROUTER_KEY, fuse_modules
 from worker_proc.modules.packed_linear import pack_linears
 from worker_proc.modules.packed_matrix import PackedMatrix
 from worker_proc.native.build import compiler
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.native.packed_weights import Format
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
-HIDDEN_SIZE, SIZE = 74, 44
-"""Not multiples of a vector."""
-NUM_EXPERTS, NUM_CHOSEN = 9, 3
-TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 _SIZES: dict[str, Any] = {"hidden_size": HIDDEN_SIZE, "num_experts_per_tok": NUM_CHOSEN}
 
 
@@ -122,42 +128,7 @@ IN_UNITS = EXPERTS | {"dbrx": dbrx}
 """Those whose weights are not rounded to codes, too."""
 
 
-class Holder(nn.Module):
-    """A model with nothing but experts."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.experts = experts
-
-
-def randomized(module: nn.Module, dtype: torch.dtype) -> nn.Module:
-    torch.manual_seed(1)
-    for parameter in module.parameters():
-        nn.init.normal_(parameter, 0.0, 1.5 * parameter.shape[-1] ** -0.5)
-    return module.to(dtype).eval()
-
-
-def rows_and_choices(
-    num_rows: int, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    rows = torch.randn(num_rows, HIDDEN_SIZE) * torch.logspace(-1, 1, num_rows).unsqueeze(1)
-    index = torch.rand(num_rows, NUM_EXPERTS).argsort(dim=-1)[:, :NUM_CHOSEN]
-    return rows.to(dtype), index, torch.rand(num_rows, NUM_CHOSEN) + 0.1
-
-
-def definition(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    """What the forward of a module's class computes."""
-    out: torch.Tensor = inspect.unwrap(type(module).forward)(module, *args)
-    return out
-
-
-def assert_close(found: torch.Tensor, want: torch.Tensor) -> None:
-    assert (found.shape, found.dtype) == (want.shape, want.dtype)
-    error = (found.float() - want.float()).norm(dim=-1) / want.float().norm(dim=-1)
-    assert float(error.max()) < TOLERANCE[want.dtype]
-
-
-@pytest.mark.parametrize(("kind", "dtype"), in_turn(IN_UNITS, DTYPES), ids=str)
+@pytest.mark.parametrize(("kind", "dtype"), in_turn(IN_UNITS, NATIVE_DTYPES), ids=str)
 @torch.inference_mode()
 def test_experts_equal_the_module(kind: str, dtype: torch.dtype, library: NativeLibrary) -> None:
     """Of which no weights are kept. The dtype of the weights of experts may be either.
@@ -180,7 +151,7 @@ def test_experts_equal_the_module(kind: str, dtype: torch.dtype, library: Native
     assert torch.equal(holder.experts(rows[None], *choices)[0], holder.experts(rows, *choices))
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", ["silu", "gpt_oss", "relu2_without_gates"])
 @torch.inference_mode()
 def test_a_row_has_the_same_bits_among_any_others(
@@ -228,7 +199,7 @@ def _twice(gate_up: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("apply_gate", [_clamped_later, _twice])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 def test_experts_that_compute_something_else_stay(
     apply_gate: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype, library: NativeLibrary
 ) -> None:
@@ -314,7 +285,7 @@ def output(block: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "num_experts"), in_turn(BLOCKS, DTYPES, [6, 64]), ids=str
+    ("name", "dtype", "num_experts"), in_turn(BLOCKS, NATIVE_DTYPES, [6, 64]), ids=str
 )
 @torch.inference_mode()
 def test_a_routed_row_has_the_same_bits_among_any_others(

@@ -20,7 +20,6 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import (
 )
 
 from tests.combinations import in_turn
-from tests.worker.modules.test_fusing import DTYPES
 from worker_proc.modules import trial_candidates
 from worker_proc.modules.experts.grouped import GroupedExperts
 from worker_proc.modules.experts.mixture import (
@@ -33,7 +32,7 @@ from worker_proc.modules.experts.mixture import (
 from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.mlp import FusedMLP
 from worker_proc.native.build import compiler
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.native.packed_weights import Format
 from worker_proc.native.structures import Activation
 
@@ -100,7 +99,9 @@ def assert_most_rows_close(want: torch.Tensor, got: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("kind", "num_chosen", "dtype"),
-    in_turn(["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_plain"], [5, NUM_EXPERTS, 1], DTYPES),
+    in_turn(
+        ["mixtral", "olmoe", "qwen3_moe", "qwen3_moe_plain"], [5, NUM_EXPERTS, 1], NATIVE_DTYPES
+    ),
     ids=str,
 )
 @torch.inference_mode()
@@ -225,7 +226,10 @@ def test_blocks_are_compared_with_modules_of_the_same_codes(
 
 @pytest.mark.parametrize(
     ("dtype", "format"),
-    [*((dtype, Format.UNITS) for dtype in DTYPES), *((torch.bfloat16, each) for each in CODED)],
+    [
+        *((dtype, Format.UNITS) for dtype in NATIVE_DTYPES),
+        *((torch.bfloat16, each) for each in CODED),
+    ],
     ids=str,
 )
 @torch.inference_mode()
@@ -294,7 +298,7 @@ class _OddRouter(Qwen3MoeTopKRouter):
         return logits, weights, torch.where(is_odd, (indices + 1) % NUM_EXPERTS, indices)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @torch.inference_mode()
 def test_blocks_that_compute_some_rows_otherwise_stay(
     dtype: torch.dtype, library: NativeLibrary

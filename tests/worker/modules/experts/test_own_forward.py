@@ -13,7 +13,7 @@ from transformers.models.longcat_flash.modeling_longcat_flash import LongcatFlas
 from transformers.models.muse_spark.configuration_muse_spark import MuseSparkTextConfig
 from transformers.models.muse_spark.modeling_muse_spark import MuseSparkExperts
 
-from tests.worker.modules.experts.test_grouped import (
+from tests.worker.modules.experts.holders import (
     HIDDEN_SIZE,
     NUM_EXPERTS,
     SIZE,
@@ -23,11 +23,10 @@ from tests.worker.modules.experts.test_grouped import (
     randomized,
     rows_and_choices,
 )
-from tests.worker.modules.test_fusing import DTYPES
 from worker_proc.modules.fusing import OWN_FORWARD, fuse_modules
 from worker_proc.modules.packed_matrix import PackedMatrices
 from worker_proc.native.build import compiler
-from worker_proc.native.kernels import NativeLibrary
+from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
 from worker_proc.native.packed_weights import Format
 
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
@@ -50,7 +49,7 @@ def muse_spark() -> nn.Module:
 KINDS: dict[str, Callable[[], nn.Module]] = {"longcat_flash": longcat, "muse_spark": muse_spark}
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @torch.inference_mode()
 def test_a_row_equals_the_modules_and_has_the_same_bits_among_any_others(
