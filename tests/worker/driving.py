@@ -136,3 +136,25 @@ def check_schedules(
     began = [tokens[:3] for tokens in expected]
     for way in ({"max_num_seqs": 1}, {"max_num_batched_tokens": 7}, {"outputs": began}):
         assert drive(prompts, params, **way).output_token_ids == expected, way
+
+
+def drive_with_errors(
+    runner: Runner, prompts: list[list[int]], params: SamplingParams, num_drafts: int
+) -> tuple[list[list[int]], dict[int, str]]:
+    """Return the outputs of each request and the errors of those that failed."""
+    runner.reset()
+    scheduler = make_scheduler(runner.facts, num_speculative_tokens=num_drafts)
+    requests = [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
+    for request in requests:
+        scheduler.add_request(request)
+    errors: dict[int, str] = {}
+    steps = []
+    while scheduler.has_unfinished:
+        while (step := scheduler.schedule()) is not None:
+            steps.append(step)
+        output = runner.execute(across_the_wire(steps.pop(0)))
+        for req_id, error in output.request_errors.items():
+            errors[req_id] = error
+            scheduler.fail_request(req_id, error)
+        scheduler.update_from_output(output)
+    return [list(request.output_token_ids) for request in requests], errors

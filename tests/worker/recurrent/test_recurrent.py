@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 from protocol.core_worker import ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
-from tests.worker.driving import drive
+from tests.worker.driving import drive, drive_with_errors
 from tests.worker.parity import (
     BLOCK_SIZE,
     GREEDY,
@@ -24,7 +24,6 @@ from tests.worker.parity import (
     make_runner,
 )
 from tests.worker.recurrent_models import KINDS, RECURRENT
-from tests.worker.sampling.test_not_finite import run
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.inputs import StepInputs
 from worker_proc.modules import recurrent_proof
@@ -129,9 +128,9 @@ def test_a_state_that_is_not_finite_stays_with_its_request(tmp_path: Path) -> No
     runner = make_runner(tmp_path, ROOMY, num_state_blocks_override=FEW)
     params = SamplingParams(temperature=0.0, max_tokens=9)
     good = [[3, 4, 5, 6, 7], [13, 14, 15], [16, 17, 18, 19], [20, 21]]
-    outputs, errors = run(runner, [[8, BAD_TOKEN, 9, 10], *good], params, 0)
+    outputs, errors = drive_with_errors(runner, [[8, BAD_TOKEN, 9, 10], *good], params, 0)
     assert errors == {0: NOT_FINITE}
-    alone, none = run(runner, good, params, 0)
+    alone, none = drive_with_errors(runner, good, params, 0)
     assert none == {}
     assert outputs[1:] == alone
     assert all(alone)

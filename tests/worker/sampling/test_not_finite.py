@@ -7,14 +7,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from core_proc.request import Request
 from protocol.config import SchedulerConfig
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
-from tests.worker.driving import across_the_wire, make_scheduler
+from tests.worker.driving import drive_with_errors
 from tests.worker.loading.test_loader import config_of
 from worker_proc.calibration.self_check import check_texts
-from worker_proc.model_runner import ModelRunner
 from worker_proc.sampling.step_sampler import NOT_FINITE
 from worker_proc.startup.load_runner import load_model_runner
 
@@ -35,28 +33,6 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(
-    runner: ModelRunner, prompts: list[list[int]], params: SamplingParams, num_drafts: int
-) -> tuple[list[list[int]], dict[int, str]]:
-    """Return the outputs of each request and the errors of those that failed."""
-    runner.reset()
-    scheduler = make_scheduler(runner.facts, num_speculative_tokens=num_drafts)
-    requests = [Request(i, prompt, params) for i, prompt in enumerate(prompts)]
-    for request in requests:
-        scheduler.add_request(request)
-    errors: dict[int, str] = {}
-    steps = []
-    while scheduler.has_unfinished:
-        while (step := scheduler.schedule()) is not None:
-            steps.append(step)
-        output = runner.execute(across_the_wire(steps.pop(0)))
-        for req_id, error in output.request_errors.items():
-            errors[req_id] = error
-            scheduler.fail_request(req_id, error)
-        scheduler.update_from_output(output)
-    return [list(request.output_token_ids) for request in requests], errors
-
-
 @pytest.mark.parametrize("num_drafts", [0, 2])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_only_the_request_itself_fails(
@@ -67,10 +43,10 @@ def test_only_the_request_itself_fails(
     config = msgspec.structs.replace(config, scheduler=scheduler_config)
     runner = load_model_runner(config, lambda *_: None)
     params = SamplingParams(temperature=temperature, seed=4, max_tokens=9, logprobs=1)
-    outputs, errors = run(runner, PROMPTS, params, num_drafts)
+    outputs, errors = drive_with_errors(runner, PROMPTS, params, num_drafts)
     assert errors == {1: NOT_FINITE}
     assert outputs[1] == []
-    alone, none = run(runner, [PROMPTS[0], PROMPTS[2]], params, num_drafts)
+    alone, none = drive_with_errors(runner, [PROMPTS[0], PROMPTS[2]], params, num_drafts)
     assert none == {}
     assert [outputs[0], outputs[2]] == alone
     assert all(alone)
