@@ -13,7 +13,8 @@ import torch
 from worker_proc.errors import MirrorError
 from worker_proc.request import MirroredRequest, ScheduledRequest
 
-NULL_SLOT = 0  # of the null block, for KV that is not kept
+NULL_SLOT = 0
+"""The slot of the null block for KV that is not kept."""
 
 
 class PromptRows(NamedTuple):
@@ -29,7 +30,7 @@ class BegunBlock(NamedTuple):
 
     row: int
     number: int
-    """Of the block in its text."""
+    """The index of the block in its text."""
     request: MirroredRequest
 
 
@@ -50,8 +51,8 @@ class StepInputs:
     token_type_ids: torch.Tensor | None = None
     """`[1, T]`: which text of a pair a token belongs to; None: the model does not ask for it."""
     begun_blocks: Sequence[BegunBlock] | None = None
-    """Of a step whose parts are those of the step before, each one token further. None: of any
-    other step."""
+    """The blocks that the step begins, if its parts are those of the step before, each one token
+    further; None: it is another step."""
 
 
 def to_device(values: list[int], device: torch.device) -> torch.Tensor:

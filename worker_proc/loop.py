@@ -37,7 +37,7 @@ HELLO_INTERVAL_S = 1.0
 SILENCE_S = 5.0
 """A core sends a frame every second; after this silence it does not know the worker any more."""
 QUIET_S = 0.1
-"""Without a step, after which the runner prepares memory."""
+"""The time without a step after which the runner prepares memory."""
 _LONGEST_SLEEP_S = 1.0
 """Maximum time that one turn adds to the silence: a process that was stopped could not receive."""
 _FLUSH_MS = 1000
@@ -92,7 +92,8 @@ class WorkerLoop:
         self._is_connected = False
         self._next_hello = 0.0
         self._num_frames_read = 0
-        self._silent_s = 0.0  # without a frame of the core that has adopted this worker
+        self._silent_s = 0.0
+        """The time without a frame of the core that has adopted this worker."""
         self._turned_at = clock.monotonic()
         self._poller = poller
         poller.register(self._core.socket, zmq.POLLIN)

@@ -79,7 +79,8 @@ class WorkerShim:
         self._is_abandoned = False
         """True if another rank was adopted again. This rank then waits for its own adoption,
         because later messages may depend on a step that it has not computed."""
-        self.num_fenced_frames = 0  # of another epoch, which were dropped
+        self.num_fenced_frames = 0
+        """The number of frames of another epoch, which were dropped."""
         self.failure: Exception | None = None
         """Error of a step or a sleep; the process must exit once its reply is sent, if there is
         one."""

@@ -19,7 +19,8 @@ class Arrival(NamedTuple):
 
     at_ns: int
     finds_requests: bool
-    """Else the time before the step does not count as a wait: there was nothing to compute."""
+    """If False, there was nothing to compute, and the time before the step does not count as a
+    wait."""
 
 
 class StepClock:

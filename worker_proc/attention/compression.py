@@ -61,7 +61,7 @@ class Compression:
         self.contributions: dict[str, Contribution] = {}
         self.index: IndexQueries | None = None
         self.parameters: dict[str, Parameters] = {}
-        """By module name; empty until `take_parameters` is called."""
+        """The parameters by module name; empty until `take_parameters` is called."""
 
     @property
     def modules(self) -> Mapping[str, nn.Module]:

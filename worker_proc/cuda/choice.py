@@ -23,7 +23,7 @@ MAX_NEAR = 2**14
 """Maximum number of tokens near the best one that are listed; a row with more is searched as a
 whole."""
 MAX_TILE_TOKENS = 2048
-"""With it, two programs share a multiprocessor of an H100."""
+"""Two programs with this number share a multiprocessor of an H100."""
 _DTYPES = {torch.float32, torch.bfloat16, torch.float16}
 _LINE = struct.Struct("=qddqq")  # seed, temperature, top_p, top_k, min_weight
 _GREEDY = _LINE.pack(0, 0.0, 1.0, 0, 0)

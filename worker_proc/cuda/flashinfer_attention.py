@@ -19,8 +19,11 @@ from worker_proc.errors import UnsupportedModel, describe
 from worker_proc.request import ScheduledRequest
 
 WORKSPACE_BYTES = 384 * 2**20
-"""For partial results. The planner requires up to about 2 · multiprocessors · query heads of a KV
-head · 128 rows of float32: 264 MiB for 8 heads of 256 dimensions on an H100."""
+"""The memory for partial results.
+
+The planner requires up to about 2 · multiprocessors · query heads of a KV head · 128 rows of
+float32: 264 MiB for 8 heads of 256 dimensions on an H100.
+"""
 LAYOUT = "NHD"  # [page, slot, head, dim]
 
 

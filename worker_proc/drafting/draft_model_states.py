@@ -53,7 +53,10 @@ class DraftModelStates:
         self._held: dict[int, dict[int, int]] = {}
         """The blocks of each request, by position."""
         self._snapshots: dict[int, int] = {}
-        """By the KV block at whose end they are; the least recently used one is first."""
+        """The state block of each snapshot, by the KV block at whose end it is.
+
+        The least recently used one is first.
+        """
         self._used: list[int] = []
         """Blocks that the current step holds, since it reads or writes them."""
 

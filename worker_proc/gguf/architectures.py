@@ -45,7 +45,7 @@ ARCHITECTURES: Mapping[str, Architecture] = {
     **MAMBAS,
     **LATENTS,
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""
 _HEADS, _WIDTH = "attention.head_count", "feed_forward_length"
 _OF_ATTENTION = (_HEADS, _WIDTH)
 """Keys that models without attention state as 0."""

@@ -279,4 +279,4 @@ DELTA_NETS: Mapping[str, Architecture] = {
     "qwen35moe": _QWEN35MOE,
     "qwen3next": _QWEN3NEXT,
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""

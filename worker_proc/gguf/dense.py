@@ -311,7 +311,7 @@ DENSE: Mapping[str, Architecture] = {
     ),
     "xverse": Architecture("llama", "LlamaForCausalLM", llama_config, permutes=True),
 }
-"""By `general.architecture`.
+"""The architectures, by `general.architecture`.
 
 Mistral's files state llama. EXAONE, Pangu and XVERSE are computed like Llama.
 """

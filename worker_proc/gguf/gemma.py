@@ -274,4 +274,4 @@ GEMMAS: Mapping[str, Architecture] = {
         unused=_gemma4_unused,
     ),
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""

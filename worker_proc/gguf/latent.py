@@ -162,4 +162,4 @@ LATENTS: Mapping[str, Architecture] = {
     ),
     "minicpm3": Architecture("minicpm3", "MiniCPM3ForCausalLM", _minicpm3, ATTENTION),
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""

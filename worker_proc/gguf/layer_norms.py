@@ -327,4 +327,4 @@ LAYER_NORMS: Mapping[str, Architecture] = {
         changes=lambda metadata: {},
     ),
 }
-"""By `general.architecture`. Orion is computed like StableLM."""
+"""The architectures, by `general.architecture`. Orion is computed like StableLM."""

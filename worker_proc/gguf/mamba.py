@@ -348,4 +348,4 @@ MAMBAS: Mapping[str, Architecture] = {
     "nemotron_h": _NEMOTRON_H,
     "nemotron_h_moe": _NEMOTRON_H,
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""

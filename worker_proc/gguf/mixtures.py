@@ -285,4 +285,4 @@ MIXTURES: Mapping[str, Architecture] = {
         "qwen3_moe", "Qwen3MoeForCausalLM", without_images(_qwen3moe), EXPERTS
     ),
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""

@@ -75,4 +75,4 @@ SHORT_CONVOLUTIONS: Mapping[str, Architecture] = {
     "lfm2": Architecture("lfm2", "Lfm2ForCausalLM", _lfm2, _LFM2),
     "lfm2moe": Architecture("lfm2_moe", "Lfm2MoeForCausalLM", _lfm2moe, _LFM2MOE),
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""

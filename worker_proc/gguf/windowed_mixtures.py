@@ -290,4 +290,4 @@ WINDOWED_MIXTURES: Mapping[str, Architecture] = {
         splits=_split_mimo2,
     ),
 }
-"""By `general.architecture`."""
+"""The architectures, by `general.architecture`."""

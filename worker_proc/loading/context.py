@@ -13,9 +13,10 @@ from transformers import DynamicCache, PretrainedConfig
 from worker_proc.kv.kv_groups import LayerSpec
 
 UNBOUNDED_MODEL_LEN = 2**20
-"""For a model without attention whose configuration does not bound positions."""
+"""The context of a model without attention whose configuration does not bound positions."""
 UNSTATED_MODEL_LEN = 2048
-"""For a model with attention whose configuration does not bound positions, as in vLLM."""
+"""The context of a model with attention whose configuration does not bound positions, as in
+vLLM."""
 _KEY = "max_position_embeddings"
 _OTHER_KEYS = ("max_seq_len", "seq_length")
 """Keys of models without rotary or position embeddings (MPT, Bloom)."""

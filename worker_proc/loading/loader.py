@@ -91,7 +91,7 @@ class CheckedModel(NamedTuple):
 
     @property
     def is_causal(self) -> bool:
-        """As `LoadedModel.is_causal`."""
+        """True if a token attends to preceding ones only, as in `LoadedModel`."""
         return are_causal(self.inspected.probed.layers)
 
     @property

@@ -18,7 +18,7 @@ _CHANGED = "Anonymous:"
 _DONTNEED = 4
 _PATTERNS = ("*.safetensors", "*.gguf")
 _MIN_BYTES = 8 << 20
-"""For smaller files, releasing pages is not worth the time to list all mappings."""
+"""The pages of smaller files are not worth the time to list all mappings."""
 
 
 def release_mapped_pages(directory: str) -> None:

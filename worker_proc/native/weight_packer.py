@@ -51,7 +51,7 @@ class WeightPacker:
         Codes need weights in bfloat16, and stand for what `round` makes of them. What cannot be
         COMPACT becomes UNITS: exponents may differ too much, and some processors gain nothing.
         """
-        assert format not in GROUPED  # whose codes are read, and not made of weights
+        assert format not in GROUPED  # their codes are read from checkpoints
         assert format is Format.UNITS or weight.dtype == torch.bfloat16
         weight = weight.contiguous()
         num_outputs, num_inputs = weight.shape

@@ -33,7 +33,8 @@ _KEPT_SHARE = 0.9
 """Share of the usable bytes that remains when old blocks are removed."""
 _LOCK_TRIES = 20
 _START_TRIES = 6000
-"""At start, since another process may be entering all blocks in a new index."""
+"""The number of tries at the start, when another process may be entering all blocks in a new
+index."""
 _LOCK_PAUSE_S = 0.005
 
 log = logging.getLogger("troika.worker")

@@ -48,7 +48,8 @@ from worker_proc.runner import RunnerFactory
 from worker_proc.startup.cpu_pinning import pin_worker
 from worker_proc.startup.start import load_to_fork, work
 
-FORK_TIMEOUT_S = 5.0  # for the intermediate process, which takes milliseconds
+FORK_TIMEOUT_S = 5.0
+"""The longest wait for the intermediate process, which takes milliseconds."""
 _PID_BYTES = 4
 
 log = logging.getLogger("troika.zygote")

@@ -34,9 +34,11 @@ from worker_proc.quantization.coded_tensor import CodedTensor
 
 TRIAL_SCALES = (0.01, 1.0, 30.0, 1e4)
 TRIAL_CHOSEN = 4
-MIN_TRIAL_ROWS = 16  # for each scale
+MIN_TRIAL_ROWS = 16
+"""The least number of rows of each scale."""
 MAX_ERROR = {torch.float32: 2e-5, torch.bfloat16: 0.02}
-"""For rows of one scale, relative to the greatest value: other orders of sums, and rounding."""
+"""The greatest error of a value, relative to the greatest value of the rows of one scale. It allows
+for other orders of sums, and for rounding."""
 _UP = ("gate_up_proj", "up_proj")
 
 

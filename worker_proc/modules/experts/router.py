@@ -32,7 +32,7 @@ ONE_THREAD_VALUES = 32_768
 NUM_TRIAL_ROWS = 19
 TRIAL_SCALES = (0.1, 1.0, 10.0)
 MAX_ERROR = 0.02
-"""For the logits, relative to the greatest: they may be in bfloat16."""
+"""The greatest error of a logit, relative to the greatest logit; they may be in bfloat16."""
 Outputs = tuple[torch.Tensor, ...]
 
 
