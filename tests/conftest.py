@@ -82,10 +82,12 @@ VARIANTS = {
         "test_stream_of_rounded_numbers_continues_after_kill_9": "w8a8",
     },
     "system/embedding/test_embedding_states.py": {
-        "test_after_the_supervisor_was_killed_while_workers_stood_still": "started",
+        "test_an_engine_is_closed_after_the_supervisor_was_killed_while_workers_stood_still": (
+            "started"
+        ),
         "test_cycles_leak_nothing_and_touch_nothing": "5",
-        "test_while_a_start_hangs": "core.load",
-        "test_while_it_recovers": "worker",
+        "test_an_engine_is_closed_while_a_start_hangs": "core.load",
+        "test_an_engine_is_closed_while_it_recovers": "worker",
     },
     "system/startup/test_ending.py": {
         # As test_running_request_is_finished_before_the_end.
@@ -164,7 +166,7 @@ VARIANTS = {
         "test_zygote_that_hangs_is_replaced_when_it_is_needed": "",
     },
     "system/recovery/test_standby_core.py": {
-        "test_engine_without_one": "",
+        "test_without_a_standby_the_core_is_started_anew": "",
         "test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of": "",
         "test_standby_that_hangs_is_replaced": "",
         "test_dead_processes_are_replaced_and_no_token_is_lost": (

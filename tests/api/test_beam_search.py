@@ -239,7 +239,7 @@ def test_a_search_that_is_cancelled_ends_its_readers_and_its_requests(fails: boo
     assert model.num_open == 0
 
 
-def test_scores() -> None:
+def test_a_score_is_divided_by_a_power_of_the_length_without_the_end() -> None:
     beam = Beam([1, 2, END], [], -6.0, FinishReason.STOP)
     assert [beam.score(penalty) for penalty in (0.0, 1.0, 2.0, -1.0)] == [-6.0, -3.0, -1.5, -12.0]
     assert Beam([END], [], -6.0, FinishReason.STOP).score(1.0) == -6.0

@@ -143,7 +143,7 @@ def test_a_degraded_engine_rejects_requests_until_the_report_expires(
     assert httpx.post(live.url + "/v1/completions", json=body).status_code == 200
 
 
-def test_models(http: httpx.Client) -> None:
+def test_the_served_model_is_listed_and_others_are_not_found(http: httpx.Client) -> None:
     listed = http.get("/v1/models").json()
     assert listed["object"] == "list"
     [card] = listed["data"]
@@ -152,7 +152,7 @@ def test_models(http: httpx.Client) -> None:
     assert http.get("/v1/models/org/other").json()["error"]["code"] == "model_not_found"
 
 
-def test_version(http: httpx.Client) -> None:
+def test_the_version_is_that_of_the_package(http: httpx.Client) -> None:
     assert http.get("/version").json() == {"version": version()}
 
 

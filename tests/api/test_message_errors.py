@@ -235,7 +235,7 @@ def locked() -> Iterator[LiveServer]:
         yield live
 
 
-def test_keys(locked: LiveServer) -> None:
+def test_a_key_may_be_in_either_header_and_each_given_key_must_be_right(locked: LiveServer) -> None:
     for headers, status in (
         ({}, 401),
         ({"x-api-key": "a"}, 200),

@@ -18,7 +18,7 @@ def client(server: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_completion(client: openai.OpenAI) -> None:
+def test_the_client_reads_a_completion(client: openai.OpenAI) -> None:
     answer = client.completions.create(model=MODEL, prompt="hi", max_tokens=9, logprobs=1)
     assert answer.choices[0].text == "The quick"
     assert answer.choices[0].logprobs is not None
@@ -46,7 +46,7 @@ def test_completion_stream_with_usage(client: openai.OpenAI) -> None:
     assert usages[-1].completion_tokens == 18
 
 
-def test_chat(client: openai.OpenAI) -> None:
+def test_the_client_reads_a_chat(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(
         model=MODEL,
         messages=[
@@ -98,7 +98,7 @@ def test_vllm_extras_in_extra_body(client: openai.OpenAI) -> None:
     assert answer.choices[0].model_extra["prompt_token_ids"] == [5, 6]
 
 
-def test_models(client: openai.OpenAI) -> None:
+def test_the_client_lists_the_models(client: openai.OpenAI) -> None:
     assert [model.id for model in client.models.list()] == [MODEL]
     assert client.models.retrieve(MODEL).owned_by == "troika"
 

@@ -283,7 +283,9 @@ def test_constraints_reach_the_engine(make_server: MakeServer) -> None:
         ({"repetition_detection": repeated(64, 1, 17)}, REPETITION),
     ],
 )
-def test_bounds(http: httpx.Client, fields: dict[str, Any], param: str) -> None:
+def test_a_value_out_of_bounds_is_refused_by_name_on_every_route(
+    http: httpx.Client, fields: dict[str, Any], param: str
+) -> None:
     for path in GENERATING:
         if not fields.keys() <= fields_of(STRUCTS[path]).keys():
             continue  # this route refuses the whole field

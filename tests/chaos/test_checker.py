@@ -369,7 +369,9 @@ def test_invalid_golden_run_is_rejected(bug: str) -> None:
         ("abcdefg", Harm.MISMATCHED),
     ],
 )
-def test_compare(actual: str, harm: Harm | None) -> None:
+def test_lost_repeated_and_other_characters_are_distinguished(
+    actual: str, harm: Harm | None
+) -> None:
     assert compare(actual, "abcdef", is_whole=True) is harm
 
 

@@ -216,7 +216,7 @@ def test_refused_connection_and_timeout() -> None:
     asyncio.run(main())
 
 
-def test_get() -> None:
+def test_a_get_returns_the_body_or_is_declined() -> None:
     async def get(client: StreamClient) -> None:
         assert await client.get("/x", TIMEOUT_S) == "hi"
         with pytest.raises(Declined):

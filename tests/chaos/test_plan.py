@@ -395,7 +395,7 @@ def test_table_is_in_reading_order_whatever_the_plan() -> None:
 
 
 @pytest.mark.parametrize(("share", "value"), [(0.0, 1), (0.5, 3), (0.99, 4), (1.0, 4)])
-def test_quantiles(share: float, value: int) -> None:
+def test_a_quantile_is_one_of_the_values(share: float, value: int) -> None:
     assert report.quantile([3, 1, 4, 2], share) == value
     assert report.quantile([], share) is None
 

@@ -22,7 +22,7 @@ def parse(*argv: str) -> EngineConfig:
     return parse_args(parser, argv)
 
 
-def test_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flags_all_settings_have_their_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resolve, "__defaults__", (None, ()))  # no GPU
     assert parse() == EngineConfig()
 
@@ -331,7 +331,7 @@ def test_ranks_of_one_model_on_several_machines_are_refused_with_a_sentence(name
     assert found.startswith(": the ranks of a model share a machine; engines of other machines")
 
 
-def test_switches_and_enumerations() -> None:
+def test_switches_enumerations_and_none_are_read() -> None:
     config = parse("--no-enable-prefix-caching", "--dtype", "float16", "--max-model-len", "none")
     assert not config.cache.enable_prefix_caching
     assert config.model.dtype is Dtype.FLOAT16

@@ -13,7 +13,7 @@ def two(*, is_api_alone: bool = False) -> Drill:
     return Drill(num_apis=2, is_api_alone=is_api_alone).all_ready()
 
 
-def test_their_names() -> None:
+def test_names_have_a_number_only_if_there_are_several() -> None:
     assert [str(slot) for slot in (FIRST, SECOND, NEXT_FIRST)] == ["api-0", "api-1", "api-0 spare"]
     assert [str(api_slot(0, 1)), str(api_slot(0, 1, is_spare=True))] == ["api", "api spare"]
 

@@ -115,7 +115,9 @@ def test_wrong_arguments_are_answered_in_one_line(
     assert "usage" not in text
 
 
-def test_version(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_both_commands_print_the_version(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = f"troika {version()}\n"
     assert output(capsys, "--version") == expected
     monkeypatch.setattr("sys.argv", ["troika", "--version"])
@@ -157,7 +159,7 @@ def test_errors_of_keys_are_one_line(capsys: pytest.CaptureFixture[str], tmp_pat
         (["--port"], "troika: unknown command --port; there are serve, "),
     ],
 )
-def test_wrong_commands(
+def test_a_wrong_command_is_refused_in_one_line(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
     argv: list[str],

@@ -44,7 +44,7 @@ def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("weights.bin", "model {}/weights.bin is a file; give a directory that holds config.json"),
     ],
 )
-def test_wrong_model(models: Path, model: str, sentence: str) -> None:
+def test_a_wrong_model_is_refused_in_a_sentence(models: Path, model: str, sentence: str) -> None:
     with pytest.raises(ConfigError) as caught:
         checks.complete_config(configure(model=model))
     assert str(caught.value).startswith(sentence.format(models))
@@ -211,7 +211,7 @@ def test_names_of_the_hub_are_those_that_no_path_has(models: Path) -> None:
     assert str(caught.value).startswith("revision v1 belongs to a model of the hub")
 
 
-def test_listening_and_files(tmp_path: Path) -> None:
+def test_addresses_keys_and_certificates_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     """Addresses that cannot be used, keys and certificates that cannot be read."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

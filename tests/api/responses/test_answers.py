@@ -176,7 +176,7 @@ class Place(pydantic.BaseModel):
     city: str
 
 
-def test_parse(make_server: MakeServer) -> None:
+def test_the_parser_of_the_official_client_reads_a_text_format(make_server: MakeServer) -> None:
     fake = answering('{"city": "Rome"}')
     live = make_server(fake)
     with openai.OpenAI(base_url=live.url + "/v1", api_key="x", max_retries=0) as client:

@@ -131,7 +131,7 @@ def timed(send: Callable[[], Response]) -> Response:
     raise AssertionError(f"there was no response within {MAX_S} s")
 
 
-def test_bodies(canary: Canary) -> None:
+def test_bad_bodies_are_refused_with_the_field(canary: Canary) -> None:
     """1 to 29."""
     for raw, status, param, code in RAW_ROWS:
         response = timed(lambda raw=raw: canary.send(post(raw)))  # type: ignore[misc]
@@ -290,7 +290,7 @@ def test_request_ids(canary: Canary) -> None:
     canary.check()
 
 
-def test_heads(canary: Canary) -> None:
+def test_heads_that_are_too_large_are_refused(canary: Canary) -> None:
     """31: too many headers, and too large ones."""
     for headers in (b"x: y\r\n" * 20_000, b"x: " + b"y" * 2**20 + b"\r\n"):
         assert timed(lambda headers=headers: canary.send(get("/livez", headers))).status == 431  # type: ignore[misc]
@@ -315,7 +315,7 @@ def test_a_head_that_dribbles_is_rejected_and_delays_no_other(canary: Canary) ->
     canary.check()
 
 
-def test_chunks(canary: Canary) -> None:
+def test_damaged_and_endless_chunks_are_refused(canary: Canary) -> None:
     """32: a million small chunks, overflowing sizes, and two lengths; 2: a body without length."""
     head = post(b"", headers=AUTH + b"Transfer-Encoding: chunked\r\n")
     head = head.replace(b"Content-Length: 0\r\n", b"")
@@ -352,7 +352,7 @@ def test_spellings_of_a_path_and_of_a_host(canary: Canary) -> None:
     canary.check()
 
 
-def test_keys(canary: Canary) -> None:
+def test_wrong_keys_are_refused(canary: Canary) -> None:
     """34."""
     values = [b"", b"Bearer " + KEY[:-1].encode(), b"Bearer " + "é".encode(), b"Bearer \xff"]
     for value in (*values, b"Bearer " + b"x" * 60_000, b"Bearer " + KEY.encode() + b"x"):

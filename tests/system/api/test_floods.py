@@ -23,7 +23,9 @@ LIVEZ_P99_S = 0.05
     ],
     ids=str,
 )
-def test_flood(start_engine: EngineFactory, context: str, names: list[str]) -> None:
+def test_a_flood_kills_no_process_and_bounds_memory_and_latency(
+    start_engine: EngineFactory, context: str, names: list[str]
+) -> None:
     engine = start_engine(*ENGINES[context])
     engine.readiness()
     pids = {role: engine.pid(role) for role in (Role.API, Role.CORE, Role.WORKER)}

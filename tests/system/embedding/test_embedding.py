@@ -116,7 +116,7 @@ def test_death_of_a_client_aborts_its_requests(engine: BareEngine) -> None:
         asyncio.run(main())
 
 
-def test_orphans_leave() -> None:
+def test_a_process_leaves_with_its_parent() -> None:
     """EOF of the parent pipe ends a process in any state."""
     read, write = os.pipe()
     script = (

@@ -89,7 +89,7 @@ def send(engine: EngineProcesses, number: signal.Signals, *roles: Role) -> None:
 
 
 @pytest.mark.parametrize("delay_s", [0.0, pytest.param(0.05, marks=pytest.mark.slow), 0.3])
-def test_while_starting(delay_s: float) -> None:
+def test_an_engine_is_closed_while_it_starts(delay_s: float) -> None:
     """The supervisor has only just begun."""
     engine = EngineProcesses(CONFIG)
     time.sleep(delay_s)
@@ -97,7 +97,9 @@ def test_while_starting(delay_s: float) -> None:
 
 
 @pytest.mark.parametrize("name", ["core.load", "worker.load"])
-def test_while_a_start_hangs(name: str, monkeypatch: pytest.MonkeyPatch, mark: str) -> None:
+def test_an_engine_is_closed_while_a_start_hangs(
+    name: str, monkeypatch: pytest.MonkeyPatch, mark: str
+) -> None:
     """A process is stopped in the middle of its start."""
     monkeypatch.setenv(failpoints.VARIABLE, f"{name}=stop@1")
     engine = EngineProcesses(CONFIG)
@@ -116,7 +118,7 @@ def is_stopped(pid: int) -> bool:
         return False
 
 
-def test_while_a_model_is_loaded() -> None:
+def test_an_engine_is_closed_while_a_model_is_loaded() -> None:
     """Loading a real model takes seconds."""
     with EngineProcesses(configure(model="demo", log_level="error")) as engine:
 
@@ -135,7 +137,7 @@ def test_while_a_model_is_loaded() -> None:
     [pytest.param((Role.WORKER, Role.CORE), marks=pytest.mark.slow), tuple(Role)],
     ids=["worker and core", "all"],
 )
-def test_while_several_stand_still(roles: tuple[Role, ...]) -> None:
+def test_an_engine_is_closed_while_several_processes_stand_still(roles: tuple[Role, ...]) -> None:
     """A stopped process cannot see that its parent is gone, but it ends all the same."""
 
     def measure() -> dict[str, float]:
@@ -147,7 +149,9 @@ def test_while_several_stand_still(roles: tuple[Role, ...]) -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, WITH_STANDBY], ids=["started", "forked"])
-def test_after_the_supervisor_was_killed_while_workers_stood_still(config: EngineConfig) -> None:
+def test_an_engine_is_closed_after_the_supervisor_was_killed_while_workers_stood_still(
+    config: EngineConfig,
+) -> None:
     """The process that could kill them is gone."""
 
     def measure() -> dict[str, float]:
@@ -160,7 +164,7 @@ def test_after_the_supervisor_was_killed_while_workers_stood_still(config: Engin
 
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
-def test_while_it_recovers(role: Role) -> None:
+def test_an_engine_is_closed_while_it_recovers(role: Role) -> None:
     """A process was just killed, with streams open; readers get an error when the client closes."""
     engine = start(DEFAULT)
     client = connect(engine)
@@ -189,7 +193,7 @@ def read_in_thread(stream: SyncStream, ends: list[str]) -> threading.Thread:
     return thread
 
 
-def test_with_streams_that_threads_wait_for() -> None:
+def test_an_engine_is_closed_with_streams_that_threads_wait_for() -> None:
     """Client first or engine first: every waiting thread gets an error."""
     for closing in (("client", "engine"), ("engine", "client")):
         engine = start()
@@ -210,7 +214,7 @@ def test_with_streams_that_threads_wait_for() -> None:
 @pytest.mark.parametrize(
     "number", [signal.SIGSTOP, pytest.param(signal.SIGKILL, marks=pytest.mark.slow)]
 )
-def test_client_of_a_core_that_does_not_answer(number: signal.Signals) -> None:
+def test_a_client_is_closed_whose_core_does_not_answer(number: signal.Signals) -> None:
     """Closing does not wait for an answer."""
 
     def measure() -> dict[str, float]:
@@ -224,12 +228,12 @@ def test_client_of_a_core_that_does_not_answer(number: signal.Signals) -> None:
     within(3, measure, close_s=1.0, engine_close_s=CLOSE_LIMIT_S)
 
 
-def test_client_that_was_never_connected() -> None:
+def test_a_client_is_closed_that_was_never_connected() -> None:
     """No process listens at its address."""
     within(3, lambda: timed_close(EngineClient("ipc:///nonexistent/core.sock")), close_s=1.0)
 
 
-def test_twice_and_from_several_threads_at_once() -> None:
+def test_an_engine_is_closed_twice_and_from_several_threads_at_once() -> None:
     """The first call closes; the others find it closed."""
     engine = start()
     client = connect(engine)
@@ -240,7 +244,7 @@ def test_twice_and_from_several_threads_at_once() -> None:
         close(what)
 
 
-def test_within_a_running_loop() -> None:
+def test_an_engine_is_closed_within_a_running_loop() -> None:
     """The loop is blocked meanwhile, or goes on if a thread closes; no task is left in it."""
 
     async def main() -> None:
@@ -264,7 +268,7 @@ def test_within_a_running_loop() -> None:
     asyncio.run(main())
 
 
-def test_while_asleep() -> None:
+def test_an_engine_is_closed_in_time_while_it_sleeps() -> None:
     """A pause holds up neither the engine nor its client."""
 
     def measure() -> dict[str, float]:
@@ -297,7 +301,9 @@ FORKING_HOST = """if True:
 
 
 @pytest.mark.parametrize("is_killed", [False, True], ids=["closes", "is killed"])
-def test_host_with_a_fork_that_lives_on(is_killed: bool, mark: str) -> None:
+def test_an_engine_is_closed_by_a_host_with_a_fork_that_lives_on(
+    is_killed: bool, mark: str
+) -> None:
     """The fork holds copies of all descriptors; it neither keeps the engine alive nor ends it."""
     with subprocess.Popen(
         [sys.executable, "-c", FORKING_HOST],
@@ -325,7 +331,7 @@ def test_host_with_a_fork_that_lives_on(is_killed: bool, mark: str) -> None:
             processes.kill(pid)
 
 
-def test_client_whose_loop_is_held() -> None:
+def test_a_client_is_closed_whose_loop_is_held() -> None:
     """A function of the host blocks the client's loop; closing does not wait for it."""
     client = EngineClient("ipc:///nonexistent/core.sock")
     held = threading.Event()

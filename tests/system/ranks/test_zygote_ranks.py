@@ -81,7 +81,9 @@ def test_a_rank_dies_again_while_its_group_returns(
 @pytest.mark.parametrize(
     "victims", ["zygote", "zygote and its rank", "another rank and the zygote"]
 )
-def test_a_zygote_dies(start_engine: EngineFactory, victims: str) -> None:
+def test_a_dead_zygote_is_replaced_alone_and_ranks_are_forked_again(
+    start_engine: EngineFactory, victims: str
+) -> None:
     """It is replaced alone; then all ranks are forked again."""
     engine = start_engine("--tensor-parallel-size", "2", *NULL)
     load = loaded(engine, 600)

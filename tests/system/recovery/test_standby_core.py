@@ -126,7 +126,7 @@ def test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of(
     load.check()
 
 
-def test_engine_without_one(start_engine: EngineFactory) -> None:
+def test_without_a_standby_the_core_is_started_anew(start_engine: EngineFactory) -> None:
     """Without a standby the core is started anew."""
     engine = start_engine(*FLAGS, "--standby-cores", "0")
     load = loaded(engine)

@@ -252,7 +252,9 @@ def test_second_supervisor_needs_another_run_dir(start_engine: EngineFactory) ->
     assert min(epochs) > highest
 
 
-def test_status_command(engine: Engine, start_engine: EngineFactory) -> None:
+def test_the_status_command_finds_the_only_engine_and_describes_it(
+    engine: Engine, start_engine: EngineFactory
+) -> None:
     """It finds the only engine, has JSON with every field, and an error without an engine.
 
     Of two engines, which have their own processes and ports, one must be named.

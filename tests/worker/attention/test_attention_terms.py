@@ -231,7 +231,9 @@ def test_sections_are_merged_with_the_terms_once(terms: Terms, dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("backend_of", [native_backend, plain_backend])
-def test_extreme_sinks(backend_of: object) -> None:
+def test_a_sink_far_above_all_scores_takes_all_weight_and_one_far_below_none(
+    backend_of: object,
+) -> None:
     """A sink far above all scores leaves nothing; one far below changes nothing."""
     texts = Texts(_ODD, 16, torch.float32)
     parts = [(i, 0, length) for i, length in enumerate(LENGTHS)]

@@ -132,7 +132,7 @@ def test_modules_with_an_indexer_are_replaced_in_bfloat16(tmp_path: Path) -> Non
     assert runner.facts.exact_resume, runner.facts.exact_resume_reason
 
 
-def test_other_attention_stays(tmp_path: Path) -> None:
+def test_attention_without_latent_rows_stays(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, ARCHITECTURES[0].config())
     loaded = load(tmp_path)
     assert install_latent(loaded, None) == (loaded, {})
@@ -222,7 +222,9 @@ def test_a_row_that_is_not_a_number_reaches_no_other(kernels: NativeLibrary) -> 
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("kv_cache_dtype", [KVCacheDtype.INT8, KVCacheDtype.FP8])
-def test_codes_are_refused(kv_cache_dtype: KVCacheDtype, deepseek: Path) -> None:
+def test_a_cache_of_codes_is_refused_for_latent_rows(
+    kv_cache_dtype: KVCacheDtype, deepseek: Path
+) -> None:
     build()
     reason = f"kv_cache_dtype {kv_cache_dtype}: deepseek_v3 has multi-head latent attention"
     with pytest.raises(UnsupportedModel, match=reason):

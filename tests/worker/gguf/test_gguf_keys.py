@@ -123,7 +123,9 @@ USUAL = 0.1 * math.log(4.0) + 1.0
         (YARN | {"rope.scaling.yarn_ext_factor": 1.0}, {"rope_type": "yarn", "factor": 4.0}),
     ],
 )
-def test_frequencies(load: Load, keys: dict[str, Any], expected: dict[str, Any]) -> None:
+def test_scaled_frequencies_become_rope_parameters(
+    load: Load, keys: dict[str, Any], expected: dict[str, Any]
+) -> None:
     """As in llama.cpp, a factor without a type is linear, and a factor of 0 is 1."""
     found = make_config(load("llama", keys))["rope_parameters"]
     assert {key: found.get(key) for key in expected} == pytest.approx(expected)
@@ -196,7 +198,7 @@ def test_a_soft_cap_of_0_is_none(load: Load, name: str) -> None:
     assert config["final_logit_softcapping"] is None
 
 
-def test_layers_with_windows(load: Load) -> None:
+def test_the_layers_with_windows_follow_the_pattern(load: Load) -> None:
     """By the interval of the architecture, by a stated one, or one by one."""
     local, full = "sliding_attention", "full_attention"
     stated = "attention.sliding_window_pattern"
@@ -275,7 +277,7 @@ def test_values_of_layers_are_as_many_as_layers(load: Load, values: Any, text: s
 
 
 @pytest.mark.parametrize("stated", [2, [2, 0, 1], [2, 0, 1, 1]])
-def test_sizes_of_layers(load: Load, stated: Any) -> None:
+def test_sizes_may_differ_by_layer_and_wrong_ones_are_refused(load: Load, stated: Any) -> None:
     metadata = Metadata(load("llama", {"sizes": stated}).header)
     expected = [stated] * 3 if isinstance(stated, int) else stated[:3]
     assert metadata.per_layer("sizes", 3) == expected
@@ -286,7 +288,9 @@ def test_sizes_of_layers(load: Load, stated: Any) -> None:
 
 
 @pytest.mark.parametrize("is_normalized", [None, True, False])
-def test_weights_of_experts(load: Load, is_normalized: bool | None) -> None:
+def test_weights_of_experts_are_normalized_unless_the_file_states_otherwise(
+    load: Load, is_normalized: bool | None
+) -> None:
     config = make_config(
         load(
             "qwen3moe", {"expert_weights_norm": is_normalized} if is_normalized is not None else {}

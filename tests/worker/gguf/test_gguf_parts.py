@@ -146,7 +146,9 @@ def test_the_path_of_the_first_part_loads_the_model(first: Path) -> None:
         ("a.gguf", 1, 1, "a"),
     ],
 )
-def test_names_of_parts(name: str, count: int, number: int, model: str) -> None:
+def test_the_name_of_one_part_gives_those_of_all(
+    name: str, count: int, number: int, model: str
+) -> None:
     part = part_name(name)
     assert (len(part.names), part.number, part.model) == (count, number, model)
     assert part.names[number - 1] == name

@@ -217,7 +217,9 @@ def test_special_tokens_of_sentencepiece_need_not_be_stated(
         pytest.param("seed-coder", marks=pytest.mark.slow),
     ],
 )
-def test_byte_level_ids(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_byte_level_ids_are_those_of_the_original_tokenizer(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     is_llama = kind == "llama-bpe"
     patterns = {
         **{"llama-bpe": (LLAMA3_REGEX,), "qwen2": (PRETOKENIZE_REGEX,)},
@@ -300,7 +302,7 @@ def test_scores_rank_the_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.parametrize("has_prefix", [True, False])
-def test_ids_of_sentencepiece(
+def test_ids_are_those_of_sentencepiece(
     has_prefix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a space before each text, as Llama-2, and without, as Gemma."""

@@ -84,7 +84,9 @@ CASES: list[tuple[dict[str, Any], list[str], list[str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "texts", "others"), CASES)
-def test_language(fields: dict[str, Any], texts: list[str], others: list[str]) -> None:
+def test_a_constraint_holds_its_texts_and_no_others(
+    fields: dict[str, Any], texts: list[str], others: list[str]
+) -> None:
     body = msgspec.convert({"prompt": "x", **fields}, CompletionBody)
     grammar = grammar_of(body)
     assert grammar is not None

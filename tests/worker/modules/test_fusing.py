@@ -40,7 +40,7 @@ def assert_close(want: torch.Tensor, got: torch.Tensor) -> None:
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("norm", [LlamaRMSNorm, Gemma2RMSNorm])
 @torch.inference_mode()
-def test_norms_of_both_kinds(
+def test_fused_norms_of_both_kinds_equal_the_modules(
     norm: type[nn.Module], dtype: torch.dtype, library: NativeLibrary
 ) -> None:
     torch.manual_seed(1)
@@ -60,7 +60,7 @@ def test_norms_of_both_kinds(
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh", "gelu", "relu2"])
 @torch.inference_mode()
-def test_gated_mlps(
+def test_fused_mlps_equal_the_modules(
     activation: str, bias: bool, dtype: torch.dtype, library: NativeLibrary
 ) -> None:
     torch.manual_seed(2)
@@ -76,7 +76,9 @@ def test_gated_mlps(
 @pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
 @pytest.mark.parametrize("name", ["silu", "swish", "gelu_pytorch_tanh", "gelu_new", "gelu"])
 @torch.inference_mode()
-def test_activations(name: str, dtype: torch.dtype, library: NativeLibrary) -> None:
+def test_fused_activations_equal_the_modules(
+    name: str, dtype: torch.dtype, library: NativeLibrary
+) -> None:
     """Also for strided rows, and for large arguments, where the result is 0 or the argument."""
     torch.manual_seed(3)
     model = nn.Sequential(ACT2FN[name])

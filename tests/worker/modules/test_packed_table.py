@@ -56,7 +56,9 @@ def check_rows(kernels: NativeLibrary, weight: QuantizedWeight) -> None:
 
 
 @pytest.mark.parametrize("type", [one for one in TensorType if not one.is_plain])
-def test_rows_of_blocks(type: TensorType, kernels: NativeLibrary) -> None:
+def test_rows_of_gguf_blocks_are_those_of_the_dequantized_table(
+    type: TensorType, kernels: NativeLibrary
+) -> None:
     stored = random_blocks((NUM_ROWS, NUM_INPUTS), Type(type), scale=1.0)
     blocks = torch.from_numpy(stored).view(NUM_ROWS, -1, type.block.num_bytes)
     check_rows(kernels, read_blocks(type, blocks))

@@ -219,7 +219,7 @@ def test_extreme_logits_do_not_overflow(kwargs: dict[str, Any]) -> None:
     assert _tokens(logits, rows) == [20] * 4
 
 
-def test_empty_batch() -> None:
+def test_no_rows_give_no_tokens() -> None:
     """No rows, no tokens."""
     result = _sampler().sample(torch.empty(0, VOCAB), [])
     assert (result.token_ids, result.logprobs) == ([], [])
