@@ -12,18 +12,9 @@ from transformers import LlamaConfig
 
 from protocol.config import NativeDecoder
 from tests.families.configs import FAMILIES
-from tests.worker.bitwise import (
-    CONFIGS,
-    DTYPES,
-    EVEN_SIZES,
-    NUM_THREADS,
-    compare,
-    engine_config,
-    exact,
-    make_gemma3,
-    native,
-)
+from tests.worker.bitwise import DTYPES, NUM_THREADS, compare, engine_config, exact, native
 from tests.worker.checkpoints import build_checkpoint, build_checkpoints
+from tests.worker.odd_models import CONFIGS, EVEN_SIZES, make_gemma3
 from tests.worker.runners import make_runners
 from worker_proc.attention.work import SECTION
 from worker_proc.loading.unbuilt_parts import without_libraries

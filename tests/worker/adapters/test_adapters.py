@@ -26,8 +26,9 @@ from protocol.adapters import (
 from protocol.config import EngineConfig, LoraConfig, NativeDecoder, Quantization
 from protocol.core_worker import NewRequestData
 from tests.worker.adapters.peft_adapters import merge, write_adapter
-from tests.worker.bitwise import CONFIGS, NUM_THREADS, Recorder, Schedule, engine_config, make_texts
+from tests.worker.bitwise import NUM_THREADS, Recorder, Schedule, engine_config, make_texts
 from tests.worker.checkpoints import build_checkpoint
+from tests.worker.odd_models import CONFIGS
 from tests.worker.quantization.integer_layouts import gptq, int_quantized
 from tests.worker.quantization.layouts import Layout
 from tests.worker.quantization.quantized_checkpoints import write_quantized

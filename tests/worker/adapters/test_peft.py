@@ -8,8 +8,9 @@ import torch
 
 from protocol.adapters import AdapterError
 from tests.worker.adapters.test_adapters import MAX_ERROR, keep, load, record
-from tests.worker.bitwise import CONFIGS, Recorder, make_texts
+from tests.worker.bitwise import Recorder, make_texts
 from tests.worker.checkpoints import build_checkpoint
+from tests.worker.odd_models import CONFIGS
 from worker_proc.native.build import compiler
 
 peft = pytest.importorskip("peft")

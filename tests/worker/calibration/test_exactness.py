@@ -11,8 +11,9 @@ from transformers.models.chameleon.modeling_chameleon import ChameleonLayerNorm
 from transformers.models.cohere.modeling_cohere import CohereLayerNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3MLP
 
-from tests.worker.bitwise import CONFIGS, load
+from tests.worker.bitwise import load
 from tests.worker.checkpoints import ARCHITECTURES, build_checkpoint
+from tests.worker.odd_models import CONFIGS
 from worker_proc.attention.interface import IMPLEMENTATION, set_implementation
 from worker_proc.attention.within_tokens import attend_in_tokens
 from worker_proc.calibration import exactness

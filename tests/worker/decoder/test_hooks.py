@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from protocol.config import Quantization
-from tests.worker.bitwise import CONFIGS, DTYPES, Recorder, Schedule, engine_config, make_texts
+from tests.worker.bitwise import DTYPES, Recorder, Schedule, engine_config, make_texts
 from tests.worker.checkpoints import build_checkpoint
+from tests.worker.odd_models import CONFIGS
 from worker_proc import model_runner
 from worker_proc.calibration.self_check import compute_stepwise
 from worker_proc.decoder.hooks import Hook, HookPoint, Projection, When

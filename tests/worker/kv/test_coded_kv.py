@@ -15,9 +15,10 @@ from protocol.config import ConfigError, EngineConfig, KVCacheDtype
 from protocol.config.settings import configure
 from protocol.sampling import SamplingParams
 from tests.worker.attention.texts import SPECS, Texts, native_backend
-from tests.worker.bitwise import CONFIGS, NUM_THREADS, compare, engine_config, native
+from tests.worker.bitwise import NUM_THREADS, compare, engine_config, native
 from tests.worker.checkpoints import SHAPE, build_checkpoint
 from tests.worker.driving import drive
+from tests.worker.odd_models import CONFIGS
 from tests.worker.parity import make_prompts
 from tests.worker.runners import make_runners
 from tests.worker.test_output_equality import EAGER, PLAIN, SWAP_SPACE_BYTES

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from protocol.config import Quantization
-from tests.worker.bitwise import CONFIGS
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.modules.test_fusing import make_mlp
+from tests.worker.odd_models import CONFIGS
 from tests.worker.quantization.loads import load
 from worker_proc.errors import UnsupportedModel
 from worker_proc.modules import rounding_refusals, trial_candidates

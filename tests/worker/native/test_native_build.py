@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.bitwise import CONFIGS, compare, engine_config
+from tests.worker.bitwise import compare, engine_config
 from tests.worker.checkpoints import build_checkpoint
+from tests.worker.odd_models import CONFIGS
 from worker_proc.loading.proofs import find_proofs
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native import build as module

@@ -12,8 +12,9 @@ from transformers import (
 )
 
 from protocol.config import EngineConfig, Quantization
-from tests.worker.bitwise import CONFIGS, ODD_SIZES, engine_config
+from tests.worker.bitwise import engine_config
 from tests.worker.checkpoints import SHAPE
+from tests.worker.odd_models import CONFIGS, ODD_SIZES
 from tests.worker.recurrent_models import KINDS
 from worker_proc.model_runner import ModelRunner
 from worker_proc.startup.load_runner import load_model_runner
