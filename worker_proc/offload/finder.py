@@ -13,8 +13,8 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from protocol.core_worker import BlocksFound, FindBlocks
+from worker_proc.offload.peers import Peers
 from worker_proc.offload.priority import lower_priority
-from worker_proc.offload.remote import Peers
 
 _MAX_THREADS = 4
 _TIMEOUT_S = 3.0

@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 
 from protocol.core_worker import BlocksLoaded, LoadBlocks
+from worker_proc.offload.block_reader import Outcome, Wanted
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory, Parts
+from worker_proc.offload.peers import Peers
 from worker_proc.offload.priority import lower_priority
-from worker_proc.offload.remote import Outcome, Peers, Wanted
 
 LOAD_TIMEOUT_S = 10.0
 

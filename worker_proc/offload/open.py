@@ -19,7 +19,7 @@ from worker_proc.offload.block_file import HEADER_BYTES, taken_bytes
 from worker_proc.offload.block_store import BlockStore
 from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.memory import BlockMemory
-from worker_proc.offload.remote import Peers
+from worker_proc.offload.peers import Peers
 from worker_proc.offload.service import OffloadService
 
 log = logging.getLogger("troika.worker")

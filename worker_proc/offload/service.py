@@ -15,7 +15,7 @@ from worker_proc.offload.drafts import DraftBlocks
 from worker_proc.offload.finder import Finder
 from worker_proc.offload.load import BlockLoad
 from worker_proc.offload.memory import BlockMemory
-from worker_proc.offload.remote import Peers
+from worker_proc.offload.peers import Peers
 from worker_proc.offload.writers import BlockWriters
 
 MAX_READERS = 8

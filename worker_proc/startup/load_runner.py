@@ -8,24 +8,17 @@ from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
 from protocol.process.run_dir import make_run_dir
 from worker_proc.decoder.install import install
-from worker_proc.drafting.draft_model import DraftCache, DraftModel
-from worker_proc.drafting.draft_model_states import DraftModelStates
 from worker_proc.errors import UnsupportedModel
 from worker_proc.forward import attach_cache, state_pool_of
-from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.kv.kv_pool import KVPool
 from worker_proc.kv.kv_tensors import CacheSize
-from worker_proc.loading.checkpoint_identity import checkpoint_identity
-from worker_proc.loading.draft import describe_speculation, group_without_window
 from worker_proc.loading.host_limits import available_cpus
 from worker_proc.loading.loaded_model import LoadedModel
-from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.model_with_cache import ModelWithCache
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.kernels import load_library
-from worker_proc.offload.drafts import DraftBlocks
-from worker_proc.offload.layout import describe_draft, with_layout
+from worker_proc.offload.layout import with_layout
 from worker_proc.offload.memory import BlockMemory, NoMemory
 from worker_proc.offload.slots import num_slots, num_state_slots
 from worker_proc.offload.staging import PoolMemory
@@ -41,21 +34,21 @@ from worker_proc.parallel.step_results import max_words
 from worker_proc.recurrent.state_spec import state_bytes
 from worker_proc.runner import ReportProgress, Runner
 from worker_proc.sampling.sampler import Sampler
-from worker_proc.startup.build import describe_build, kernels_of
-from worker_proc.startup.cache_size import choose_cache_size, num_all_spare_blocks
+from worker_proc.startup.build import kernels_of
+from worker_proc.startup.cache_size import choose_cache_size
 from worker_proc.startup.calibrate import Calibration, calibrate
 from worker_proc.startup.cpu_pinning import is_confined
+from worker_proc.startup.draft_parts import build_draft_model
+from worker_proc.startup.model_facts import facts_of
 from worker_proc.startup.parts import (
     block_bytes_of,
     make_backend,
-    make_draft_layout,
     make_layout,
     make_rank_group,
     make_sampler,
     make_steps_ahead,
 )
-from worker_proc.startup.prepare import describe_codes, prepare_model
-from worker_proc.startup.swap_space import share_swap_space
+from worker_proc.startup.prepare import prepare_model
 
 
 def load_model_runner(
@@ -117,7 +110,7 @@ def build_runner(
         ahead = make_steps_ahead(model.loaded, model.backend, model.facts, config, group)
         if ahead is not None and ahead.graphs is not None and exchange is None:
             ahead.graphs.capture()  # ranks are not connected before a step
-        draft_model, draft_blocks = _build_draft_model(
+        draft_model, draft_blocks = build_draft_model(
             prepared, config, calibration, model.facts, num_states=size.num_draft_model_states
         )
         runner = ModelRunner(
@@ -152,7 +145,7 @@ def _with_cache(
     layout = make_layout(loaded, config)
     backend = make_backend(loaded, layout, prepared.kernels, config.worker)
     size = choose_cache_size(prepared, layout, backend, sampler, config, logs_sizes=logs_sizes)
-    facts = _facts_of(prepared, config, calibration, layout, size)
+    facts = facts_of(prepared, config, calibration, layout, size)
     pool = attach_cache(
         loaded,
         backend,
@@ -251,106 +244,6 @@ def _join_ranks(
     )
     pipe = StagePipe(library, adoption, stage, share, size, num_draft_states=num_draft_states)
     return exchange, StagePart(passages, pipe, row_dtype)
-
-
-def _facts_of(
-    prepared: PreparedModel,
-    config: EngineConfig,
-    calibration: Calibration,
-    layout: KVLayout,
-    size: CacheSize,
-) -> ModelFacts:
-    loaded, exactness = prepared.loaded, calibration.exactness
-    head = loaded.head
-    num_labels = head.num_outputs if head and loaded.kind is ModelKind.CLASSIFIES else 0
-    swap = share_swap_space(
-        config.cache.swap_space_bytes,
-        block_bytes_of(loaded, layout),
-        state_bytes(loaded.recurrent, loaded.dtype),
-        size,
-        has_attention=loaded.has_attention,
-        has_states=loaded.has_states,
-    )
-    return ModelFacts(
-        model=config.model.model,
-        vocab_size=loaded.vocab_size,
-        max_model_len=size.max_model_len,
-        block_size=layout.block_size,
-        num_gpu_blocks=size.num_blocks,
-        eos_token_ids=loaded.eos_token_ids,
-        dtype=str(loaded.dtype).removeprefix("torch."),
-        device=loaded.device.type,
-        kv_groups=layout.kv_groups(),
-        num_host_blocks=swap.num_blocks,
-        exact_resume=exactness.holds,
-        exact_resume_reason=exactness.reason,
-        embedding_size=calibration.embedding_size if head is None else head.num_outputs,
-        decoder=prepared.executor.name if prepared.executor and calibration.decoder else "modules",
-        speculation=describe_speculation(config),
-        quantization=describe_codes(loaded, config.model.quantization),
-        kv_cache_dtype=layout.format.config_name,
-        generates=loaded.kind is ModelKind.GENERATES,
-        computes_whole_prompts=not loaded.is_causal,
-        num_labels=num_labels,
-        default_pooling=loaded.pooling,
-        num_state_blocks=size.num_state_blocks,
-        num_host_state_blocks=swap.num_states,
-        state_swap_blocks=swap.state_cost_blocks,
-        checkpoint=prepared.checkpoint,
-        build=describe_build(prepared, config),
-        kernels=kernels_of(prepared) if exactness.holds else "",
-        tokenizer=prepared.files.tokenizer,
-        weights=prepared.files.weights,
-    )
-
-
-def _build_draft_model(
-    prepared: PreparedModel,
-    config: EngineConfig,
-    calibration: Calibration,
-    facts: ModelFacts,
-    *,
-    num_states: int,
-) -> tuple[DraftModel | None, DraftBlocks | None]:
-    """Allocate the draft model's KV cache, for the blocks of the model and some spare ones.
-
-    `num_states` is the number of its state blocks, if it has recurrent layers.
-
-    Also returns its blocks in the form that stores use, if blocks are kept there.
-    """
-    if prepared.draft is None:
-        return None, None
-    own = prepared.of_draft(prepared.draft)
-    loaded = own.loaded
-    layout = make_draft_layout(loaded, config)
-    backend = make_backend(loaded, layout, own.kernels)
-    num_blocks = facts.num_gpu_blocks + num_all_spare_blocks(config)
-    pool = attach_cache(loaded, backend, layout, num_blocks, num_state_blocks=num_states)
-    install(own, calibration.draft_decoder, is_whole=calibration.draft_is_whole)
-    group = group_without_window(facts.kv_groups)
-    states = None
-    if loaded.has_states:
-        cache, block_size = config.cache, facts.block_size
-        spacing = cache.snapshot_spacing(block_size) if cache.enable_prefix_caching else None
-        states = DraftModelStates(num_states, block_size, spacing)
-    num_spare = num_all_spare_blocks(config) // config.scheduler.max_num_seqs
-    draft_model = DraftModel(
-        loaded,
-        backend,
-        DraftCache(pool, group, num_spare, states),
-        make_sampler(loaded, own.kernels, facts),
-        facts,
-        max_tokens=config.scheduler.max_num_batched_tokens,
-    )
-    if not facts.kv_layout:
-        return draft_model, None
-    if loaded.has_states:
-        none = NoMemory(num_slots(config, facts, 0))
-        return draft_model, DraftBlocks(none, draft_model, group, None)
-    memory = PoolMemory(pool, num_slots(config, facts, block_bytes_of(loaded, layout)))
-    path = str(config.model.speculative_model)
-    name = describe_draft(checkpoint_identity(path) or path, backend.name, pool.all_tensors)
-    return draft_model, DraftBlocks(memory, draft_model, group, name)
 
 
 def _share_drafts(config: EngineConfig, exchange: RankExchange | None) -> SharedDrafts | None:

@@ -41,7 +41,7 @@ from worker_proc.modules.packed_linear import can_pack, pack_linears
 from worker_proc.modules.recurrent import ProvenModule, install_recurrent
 from worker_proc.modules.rounding_refusals import check_experts, check_values
 from worker_proc.modules.score_terms import pack_distance_products, prove_score_terms
-from worker_proc.modules.weight_formats import PLAIN, WEIGHT_FORMATS, Formats, formats_of
+from worker_proc.modules.weight_formats import PLAIN, Formats, formats_of
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary, load_library
 from worker_proc.native.packed_weights import Format
 from worker_proc.parallel.division.sharding import shard
@@ -177,16 +177,6 @@ def _library_for(
         if reason:
             dequantize_weights(one.model.modules(), reason)
     return library
-
-
-def describe_codes(loaded: LoadedModel, quantization: Quantization | None) -> str:
-    """Describe the codes of the weights in memory, in words; empty: there are none."""
-    if loaded.codes is None:
-        return quantization or ""
-    if quantization is None:
-        return loaded.codes.description
-    head = f"output layer {WEIGHT_FORMATS[quantization].head.name.lower()}"
-    return ", ".join(filter(None, (loaded.codes.description, head)))
 
 
 def _finish_codes(loaded: LoadedModel) -> None:

@@ -13,8 +13,9 @@ from protocol.stores.tiers import blocks_directory, tiers
 from protocol.transport.curve import ClientKeys, read_engine_keys
 from scripts.block_server.server import BlockServer
 from tests.worker.offload.bench import Bench, key
+from worker_proc.offload.block_reader import BlockReader
 from worker_proc.offload.block_store import BlockStore
-from worker_proc.offload.remote import BlockReader, Peers
+from worker_proc.offload.peers import Peers
 from worker_proc.offload.service import OffloadService
 
 LAYOUT = "0123456789abcdef"

@@ -32,9 +32,9 @@ from scripts.block_server import stored_blocks
 from scripts.testing import eventually
 from tests.worker.offload.bench import Bench, key, state_key
 from tests.worker.offload.machines import LAYOUT, Machine, Reader
-from worker_proc.offload import remote
+from worker_proc.offload import block_reader, peers
 from worker_proc.offload.block_file import Unpacking, file_header
-from worker_proc.offload.remote import BlockReader, Outcome, Wanted, _Ahead, _part_sizes
+from worker_proc.offload.block_reader import BlockReader, Outcome, Wanted, _Ahead, _part_sizes
 from worker_proc.offload.service import MAX_READERS
 
 PART_BYTES = 48
@@ -101,7 +101,7 @@ ACTIONS = ["cut", "empty", "longer", "flipped", "other size", "swapped", "lost",
 
 @pytest.fixture(autouse=True)
 def _small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(remote, "PART_BYTES", PART_BYTES)
+    monkeypatch.setattr(block_reader, "PART_BYTES", PART_BYTES)
     monkeypatch.setattr(stored_blocks, "PART_BYTES", PART_BYTES)
 
 
@@ -178,7 +178,7 @@ def test_blocks_states_and_drafts_come_in_parts(two: Two) -> None:
 
 
 def test_more_parts_come_than_the_queues_hold(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (remote, stored_blocks):
+    for module in (block_reader, stored_blocks):
         monkeypatch.setattr(module, "PART_BYTES", 2)
     two.check(answer := two.load())
     assert (answer.num_blocks, answer.has_state) == (3, True)
@@ -187,7 +187,7 @@ def test_more_parts_come_than_the_queues_hold(two: Two, monkeypatch: pytest.Monk
 def test_of_a_block_that_is_missing_no_further_parts_are_asked_for(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "WINDOW_BYTES", 2 * PART_BYTES)
+    monkeypatch.setattr(block_reader, "WINDOW_BYTES", 2 * PART_BYTES)
     asked: list[bytes] = []
     ask_for = BlockReader._ask_for
 
@@ -210,8 +210,8 @@ def test_whatever_happens_to_the_parts_no_wrong_byte_counts(
 ) -> None:
     """And the next load, over a wire that is well, brings everything."""
     wire = Wire(monkeypatch)
-    monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    monkeypatch.setattr(block_reader, "ANSWER_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(peers, "PAUSE_S", 0.0)
     num_answers = 1 + 3 * (NUM_PARTS + 1)
     plans = st.dictionaries(
         st.integers(0, num_answers - 1), st.sampled_from(ACTIONS), min_size=1, max_size=3
@@ -223,9 +223,9 @@ def test_whatever_happens_to_the_parts_no_wrong_byte_counts(
         wire.begin(plan)
         two.check(two.load())
         wire.begin({})
-        monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 2.0)
+        monkeypatch.setattr(block_reader, "ANSWER_TIMEOUT_S", 2.0)
         answer = two.load()
-        monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.1)
+        monkeypatch.setattr(block_reader, "ANSWER_TIMEOUT_S", 0.1)
         two.check(answer)
         assert (answer.num_blocks, answer.has_state) == (3, True)
 
@@ -237,7 +237,7 @@ def test_a_spoiled_part_ends_the_load_before_its_block(
 ) -> None:
     """The answers are those of the state, of four parts, and of the draft model's block."""
     wire = Wire(monkeypatch)
-    monkeypatch.setattr(remote, "PAUSE_S", 0.0)
+    monkeypatch.setattr(peers, "PAUSE_S", 0.0)
     for number, action in itertools.product((0, 1, NUM_PARTS, NUM_PARTS + 1), ACTIONS):
         wire.begin({number: action})
         answer = two.load()
@@ -281,7 +281,7 @@ def test_what_has_come_from_a_machine_that_dies_is_let_go(
     two.there.close()
     answer = two.bench.answer()
     assert answer.num_blocks == 0
-    assert time.monotonic() - began < remote.ANSWER_TIMEOUT_S + 0.5
+    assert time.monotonic() - began < block_reader.ANSWER_TIMEOUT_S + 0.5
     assert len(two.reader.service._reader_slots) == MAX_READERS
     assert not two.reader.peers._idle
 
@@ -292,7 +292,7 @@ def test_what_has_come_from_a_machine_that_dies_is_let_go(
 def test_parts_are_asked_for_in_order_and_within_bounds(sizes: list[int], part: int) -> None:
     sizes = sizes if part > PART_BYTES else [size % 1000 for size in sizes]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(remote, "PART_BYTES", part)
+        patch.setattr(block_reader, "PART_BYTES", part)
         blocks = [Wanted(key(n), [memoryview(bytearray(size))]) for n, size in enumerate(sizes)]
         expected = [
             (each.key, number * part, size)

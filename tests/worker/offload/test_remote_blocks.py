@@ -15,7 +15,7 @@ from scripts.block_server import server as server_module
 from scripts.block_server.server import BlockServer
 from tests.worker.offload.bench import Bench, key
 from tests.worker.offload.machines import LAYOUT, ClosedPeers, Machine, Reader
-from worker_proc.offload import finder, remote
+from worker_proc.offload import block_reader, finder
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_client_on_the_list_may_read(there: Machine, tmp_path: Path, keys: Pat
 def test_a_machine_that_does_not_answer_is_waited_for_once(
     there: Machine, reader: Reader, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(remote, "ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(block_reader, "ANSWER_TIMEOUT_S", 0.3)
     there.store(reader.bench, 1)
     there.is_silent = True
     assert reader.find(there.address, 1) == b""
@@ -229,7 +229,7 @@ def test_a_server_that_ends_amid_a_load_ends_it(
     there.close()
     began = time.monotonic()
     assert reader.bench.answer().num_blocks == 0
-    assert time.monotonic() - began < remote.ANSWER_TIMEOUT_S + 0.5
+    assert time.monotonic() - began < block_reader.ANSWER_TIMEOUT_S + 0.5
 
 
 def test_a_server_that_comes_back_is_read_again(
