@@ -1,4 +1,4 @@
-"""Models with gated DeltaNet: Qwen3-Next and Qwen3.5, and Kimi-Linear with one of its own kind."""
+"""GGUF architectures with gated DeltaNet: Qwen3-Next, Qwen3.5 and, in its own form, Kimi-Linear."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Decoders with one MLP in each layer."""
+"""GGUF architectures of decoders with one MLP in each layer."""
 
 from collections.abc import Callable, Mapping
 

@@ -1,4 +1,4 @@
-"""Gemma, whose embeddings are scaled by the root of their size."""
+"""GGUF architectures of Gemma, whose embeddings are scaled by the root of their size."""
 
 import math
 from collections.abc import Mapping

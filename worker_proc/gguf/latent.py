@@ -1,4 +1,4 @@
-"""Models with multi-head latent attention: DeepSeek, and those that take its layers."""
+"""GGUF architectures with multi-head latent attention: DeepSeek, and those with its layers."""
 
 from collections.abc import Mapping
 

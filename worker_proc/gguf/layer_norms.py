@@ -1,4 +1,4 @@
-"""Decoders with LayerNorm, most of them from before Llama.
+"""GGUF architectures of decoders with LayerNorm, most of them from before Llama.
 
 Files of some have queries, keys and values as one tensor, in another order than checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Models with the state space layers of Mamba and Mamba-2, alone or beside attention."""
+"""GGUF architectures with the layers of Mamba and Mamba-2, alone or beside attention."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts with one kind of attention in all layers."""
+"""GGUF architectures of mixtures of experts with one kind of attention in all layers."""
 
 import math
 from collections.abc import Mapping

@@ -1,4 +1,4 @@
-"""Models with short convolutions: LFM2 and its mixtures."""
+"""GGUF architectures with short convolutions: LFM2 and its mixtures."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts with several kinds of attention: full, and within windows or chunks."""
+"""GGUF architectures of mixtures of experts with full attention and windows or chunks."""
 
 from collections.abc import Mapping
 

@@ -113,7 +113,8 @@ def _pack(
 
     def agrees() -> bool:
         found = [_called(module, given) for given in trials]
-        is_same = all(map(_agree, found, expected, [max_error] * len(found)))
+        pairs = zip(found, expected, strict=True)
+        is_same = all(_agree(one, other, max_error) for one, other in pairs)
         return is_same and (not trials or all(matrix.is_used for matrix in packed.values()))
 
     return keeps_attributes(module, packed, agrees)

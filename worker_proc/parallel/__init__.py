@@ -1,1 +1,1 @@
-"""Several workers that compute one model: each holds a part of every layer's matrices."""
+"""Several workers that compute one model: ranks divide matrices, and stages divide the layers."""
