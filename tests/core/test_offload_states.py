@@ -9,40 +9,8 @@ from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.offload import Offload
 from core_proc.request import RequestStatus
 from protocol.core_worker import KVGroup, StoreBlocks
-from tests.core.fake_store import FakeStore
-from tests.core.state_bench import FULL, STATES, WINDOW
-from tests.core.store_bench import BLOCK, Bench, check_that_a_load_waits_for_the_end_of_another
-
-SPACING = 4 * BLOCK
-PROMPT = [1000 + i for i in range(10 * BLOCK + 3)]
-"""Ten full blocks: states are kept after four, eight and ten."""
-ALL_GROUPS = [(FULL,), (FULL, WINDOW), ()]
-
-
-def make(
-    groups: tuple[KVGroup, ...] = (FULL,),
-    store: FakeStore | None = None,
-    *,
-    num_states: int = 8,
-    **config: object,
-) -> Bench:
-    return Bench(
-        store,
-        kv_groups=(*groups, STATES),
-        num_state_blocks=num_states + 1,
-        mamba_block_size=SPACING,
-        **config,
-    )
-
-
-def fill(groups: tuple[KVGroup, ...] = (FULL,)) -> FakeStore:
-    """Return a store with the blocks and states of PROMPT."""
-    bench = make(groups)
-    bench.add("a", PROMPT, 2)
-    bench.step()
-    bench.transfer()
-    assert bench.offload.num_stored_states == 3
-    return bench.store
+from tests.core.kept_states import ALL_GROUPS, PROMPT, SPACING, fill, make
+from tests.core.store_bench import BLOCK, check_that_a_load_waits_for_the_end_of_another
 
 
 @pytest.mark.parametrize("groups", ALL_GROUPS, ids=len)

@@ -4,7 +4,7 @@ import pytest
 
 from protocol.api_core import RequestOutput
 from protocol.sampling import SamplingParams
-from tests.core.test_pooling import FACTS, Bench
+from tests.core.pooling_bench import FACTS, Bench
 from worker_proc.null.runner import NullRunner
 
 PROMPT = list(range(5, 105))

@@ -17,10 +17,10 @@ from protocol.core_worker import (
 from protocol.sampling import SamplingParams
 from tests.core.fake_store import FakeStore
 from tests.core.harness import Harness
+from tests.core.kept_states import ALL_GROUPS, SPACING, fill
+from tests.core.kept_states import PROMPT as LONG_PROMPT
 from tests.core.state_bench import STATES
 from tests.core.store_bench import BLOCK, PROMPT, filled_store
-from tests.core.test_offload_states import ALL_GROUPS, SPACING, fill
-from tests.core.test_offload_states import PROMPT as LONG_PROMPT
 
 THERE = "tcp://10.0.0.2:7300"
 HERE = "tcp://10.0.0.1:7300"

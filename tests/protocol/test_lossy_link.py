@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.message import Header, pack_header
 from protocol.transport.channel import HighWaterMark
 from protocol.transport.frame_sequence import Flag, FrameOrder, FrameSequence
-from tests.protocol.test_channel import Link, eventually
+from tests.protocol.link import Link, eventually
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
 from tests.message_stream import MessageEvent, message_of
-from tests.system.api.test_tool_calls import ARGUMENTS, MESSAGES, REASONING, TEMPLATE, TEXT
-from tests.system.api.test_tool_calls import TOOLS as CHAT_TOOLS
+from tests.system.api.tool_calls import ARGUMENTS, MESSAGES, REASONING, TEMPLATE, TEXT
+from tests.system.api.tool_calls import TOOLS as CHAT_TOOLS
 from tests.system.scripted_model import write_scripted_model
 from tests.system.streams import Event, Stream
 

@@ -11,34 +11,11 @@ import pytest
 from protocol.lifecycle import Role
 from scripts.testing import Engine, EngineFactory
 from tests.api.responses.tool_model import check_events, content_of
+from tests.system.api.tool_calls import ARGUMENTS, MESSAGES, REASONING, TEMPLATE, TEXT, TOOLS
 from tests.system.scripted_model import write_scripted_model
 from tests.system.streams import Event, Stream
 
 PATH = "/v1/chat/completions"
-TEMPLATE = (
-    "{% for tool in tools or [] %}<tool>{{ tool.function.name }}{% endfor %}"
-    "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    "{% if false %}<tool_call>{% endif %}{% if add_generation_prompt %}<think>\n{% endif %}"
-)
-STORY = "".join(f'{n} "green" bottles, ' for n in range(12))
-ARGUMENTS = json.dumps({"text": STORY, "days": [1, {"a": None}]})
-REASONING = "The user wants a story, so a tool must write it down."
-TEXT = (
-    f"{REASONING}\n</think>\n\nI call it.\n<tool_call>\n"
-    f'{{"name": "write", "arguments": {ARGUMENTS}}}\n</tool_call>\n'
-    '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
-)
-MESSAGES: Any = [{"role": "user", "content": "Write!"}]
-TOOLS: Any = [
-    {
-        "type": "function",
-        "function": {
-            "name": name,
-            "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
-        },
-    }
-    for name in ("write", "now")
-]
 BODY = {"messages": MESSAGES, "tools": TOOLS, "temperature": 0, "stream": True}
 
 

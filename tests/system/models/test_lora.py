@@ -4,14 +4,14 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from api_proc.llm import LLM, LoRARequest, SamplingParams
 from protocol.adapters import CONFIG_FILE
@@ -19,23 +19,14 @@ from protocol.client.errors import InvalidRequest
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from scripts.inprocess import InprocEngine
-from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually
+from tests.system.models.lora_streams import NUM_TOKENS, TARGETS, demo_model, greedy, have
 from tests.system.null_load import Stream
 from tests.timing import within
 from tests.worker.adapters.peft_adapters import merge, write_adapter
 
 NUM_ADAPTERS = 8
-TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-NUM_TOKENS = 48
 LONG = 600
-
-
-def demo_model() -> PreTrainedModel:
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        BUNDLED_MODELS["demo"], dtype=torch.float32
-    )
-    return model
 
 
 @pytest.fixture(scope="module")
@@ -55,21 +46,12 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ]
 
 
-def greedy(engine: Engine, model: str, number: int = 0, num_tokens: int = NUM_TOKENS) -> Stream:
-    prompt = [5 + (11 * number + i) % 200 for i in range(40)]  # two blocks, and some tokens
-    return Stream(engine.url(), model=model, prompt=prompt, max_tokens=num_tokens, temperature=0)
-
-
 def assert_greedy(model: PreTrainedModel, stream: Stream) -> None:
     """Each token is the most likely one after those before it."""
     prompt = stream._body["prompt"]
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + stream.token_ids])).logits[0]
     assert logits[len(prompt) - 1 : -1].argmax(-1).tolist() == stream.token_ids
-
-
-def have(streams: list[Stream], num_tokens: int) -> Callable[[], bool]:
-    return lambda: all(len(stream.token_ids) >= num_tokens for stream in streams)
 
 
 def test_eight_adapters_in_a_batch_of_32_survive_the_worker_and_the_core(

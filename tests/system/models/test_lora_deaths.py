@@ -9,11 +9,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from protocol.adapters import CONFIG_FILE, WEIGHTS_FILE, read_adapter
+from protocol.adapters import read_adapter
 from protocol.lifecycle import Role
 from protocol.process.failpoints import LOG_FILE, VARIABLE, arm
 from scripts.testing import Engine, EngineFactory, eventually
-from tests.system.models.test_lora import TARGETS, demo_model, greedy, have
+from tests.system.models.lora_streams import TARGETS, demo_model, greedy, have
+from tests.system.null_adapters import write_null_adapter
 from tests.system.null_load import Stream
 from tests.worker.adapters.peft_adapters import write_adapter
 from worker_proc.null.model import next_token_id
@@ -26,15 +27,6 @@ LONG_MS = 60_000
 """Of a load in which its worker is killed."""
 MAX_DEATHS = 4
 """Workers that may be killed in a row in loads of one adapter, as docs/lora.md states."""
-
-
-def write_null_adapter(directory: Path, num_bytes: int) -> Path:
-    """Write an adapter that is good enough for the null model."""
-    directory.mkdir()
-    (directory / CONFIG_FILE).write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q"]}')
-    with (directory / WEIGHTS_FILE).open("wb") as file:
-        file.truncate(num_bytes)
-    return directory
 
 
 def expected(prompt: list[int], path: Path | None) -> list[int]:

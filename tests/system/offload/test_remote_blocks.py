@@ -20,16 +20,14 @@ from protocol.client.request_stream import RequestStream
 from protocol.config import RoutingPolicy
 from protocol.lifecycle import Role
 from protocol.sampling import SamplingParams
-from protocol.stores.tiers import memory_directory
 from protocol.transport.curve import read_client_keys
-from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
-from tests.ports import free_port
+from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.system import streams
 from tests.system.machines.proxy import Proxy
 from tests.system.machines.replicated_streams import until_serving
 from tests.system.null_load import null_tokens
+from tests.system.offload.machine import Machine, num_remote
 from tests.system.offload.stored_blocks import (
-    MEMORY,
     NUM_PROMPTS,
     PARAMS,
     PROMPT_LEN,
@@ -50,52 +48,6 @@ NUM_THERE = NUM_PROMPTS // 2
 """Of the requests, those at the machine that is lost."""
 
 
-class Machine:
-    """An engine that other machines reach, and that stores its blocks."""
-
-    def __init__(
-        self,
-        start_engine: EngineFactory,
-        keys: Path,
-        *null_flags: str,
-        begin: Callable[..., Engine] | None = None,
-        num_ranks: int = 1,
-    ) -> None:
-        """Start it with the demo model, or with `null_flags` and the null model.
-
-        `begin` starts another model, with all flags; `num_ranks`: that have a part of each block.
-        """
-        self.num_ranks = num_ranks
-        self.port = free_port()
-        self.kv_port = free_port()
-        listen = ("--core-listen", f"127.0.0.1:{self.port}", "--curve-keys", str(keys))
-        flags = (*MEMORY, *listen, "--kv-listen", f"127.0.0.1:{self.kv_port}")
-        if begin is not None:
-            self.engine: Engine = begin(start_engine, *null_flags, *flags)
-        elif null_flags:
-            self.engine = start_engine("--no-api", *null_flags, *flags)
-        else:
-            self.engine = start(start_engine, *flags)
-
-    @property
-    def address(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
-
-    @property
-    def files(self) -> Path:
-        return memory_directory(self.engine.run_dir)
-
-    def lose_engine(self) -> None:
-        """Kill core and workers for good: their supervisor is stopped, the block server lives."""
-        rows = self.engine.ready().processes
-        server = self.engine.pid(Role.BLOCK_SERVER)
-        self.engine.process.send_signal(signal.SIGSTOP)
-        for row in rows:
-            if row.pid not in (None, server, self.engine.process.pid):
-                os.kill(row.pid, signal.SIGKILL)
-        assert is_alive(server)
-
-
 @pytest.fixture
 def machines(
     start_engine: EngineFactory, keys: Path, request: pytest.FixtureRequest
@@ -109,10 +61,6 @@ def machines(
     for machine in (lost, kept):
         machine.engine.ready()
     return lost, kept
-
-
-def num_remote(client: AsyncEngineClient) -> int:
-    return 0 if client.status is None else client.status.stats.kv_remote_tokens_loaded
 
 
 def remote_tokens(engine: Engine) -> float:

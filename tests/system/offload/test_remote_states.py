@@ -22,8 +22,8 @@ from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine, EngineFactory
 from tests.system.machines.proxy import Proxy
 from tests.system.machines.replicated_streams import until_serving
 from tests.system.offload import test_offload_states as states
+from tests.system.offload.machine import Machine, num_remote
 from tests.system.offload.stored_blocks import PROMPT_LEN, PROMPTS, files_in, tokens_left
-from tests.system.offload.test_remote_blocks import Machine, num_remote
 from tests.worker.checkpoints import Architecture
 from tests.worker.recurrent_models import KINDS
 from worker_proc.native.build import compiler

@@ -20,7 +20,7 @@ from scripts.testing import EngineFactory, eventually
 from tests.chaos import configurations, processes
 from tests.chaos.__main__ import main
 from tests.chaos.engine import Engine as ChaosEngine
-from tests.system.models.test_lora_deaths import write_null_adapter
+from tests.system.null_adapters import write_null_adapter
 from tests.system.recovery.test_supervisor import PROMPT, open_stream
 from tests.system.shared_engines import EnginePool
 
