@@ -10,7 +10,7 @@ from api_proc.http.connection import REQUEST_ID_KEY, Connection
 from api_proc.peers.forwarding import note_session
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, embed
-from tests.api.test_scores import headed, labels, score
+from tests.api.scored_prompts import headed, labels, score
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 _UNLIKE = ("id", "created")

@@ -15,7 +15,7 @@ from protocol.client.errors import RequestFailed
 from protocol.config.settings import configure
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer
-from tests.api.test_messages import COUNT, PATH, TOOLS, USER, body_of
+from tests.api.message_bodies import COUNT, PATH, TOOLS, USER, body_of
 from tests.message_stream import parse
 
 REQUEST_ID = "trace-1"

@@ -16,19 +16,13 @@ from protocol.core_worker import ModelFacts
 from protocol.sampling import GrammarKind
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer, emitting, ids_of, repeating
-from tests.api.tool_answers import ARGUMENTS, PARAMETERS, TEXT, prompt_of
+from tests.api.message_bodies import COUNT, PATH, TOOLS, USER, body_of
+from tests.api.tool_answers import ARGUMENTS, TEXT, prompt_of
 from tests.message_stream import message_of, parse
 
-PATH = "/v1/messages"
-COUNT = PATH + "/count_tokens"
 CHAT = "/v1/chat/completions"
 FACTS = ModelFacts("null", 1000, 1_000_000, 16, 70_000, [EOS_ID])
-USER: Any = {"role": "user", "content": "hi"}
 THINKING = {"type": "enabled", "budget_tokens": 1024}
-TOOLS: Any = [
-    {"name": "get_weather", "description": "The weather.", "input_schema": PARAMETERS},
-    {"name": "now", "type": "custom", "input_schema": {"type": "object", "properties": {}}},
-]
 
 
 def answering(text: str = TEXT, *, per_output: int = 1) -> FakeClient:
@@ -41,10 +35,6 @@ def live() -> Iterator[LiveServer]:
     config = configure(model="null", reasoning_parser="qwen3")
     with LiveServer(config, answering(per_output=3)) as server:
         yield server
-
-
-def body_of(**fields: Any) -> dict[str, Any]:
-    return {"model": "null", "max_tokens": 5000, "messages": [USER]} | fields
 
 
 def post(live: LiveServer, path: str = PATH, **fields: Any) -> httpx.Response:

@@ -8,18 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import msgspec
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from api_proc.text.label_config import LabelConfig, label_config
 from api_proc.text.tokenizer import EncodeOptions, HfTokenizer, TooManyTokens
-from protocol.api_core import AddRequest, RequestOutput
 from protocol.config import ModelConfig
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
-from protocol.sampling import FinishReason, PoolingType
+from protocol.sampling import PoolingType
 from tests.api.fake_engine import FACTS, FakeClient, LiveServer, embed, ids_of
+from tests.api.scored_prompts import headed, labels, score
 
 HTTP = httpx.Client(timeout=30, trust_env=False)
 
@@ -28,28 +26,6 @@ HTTP = httpx.Client(timeout=30, trust_env=False)
 def _closed_client() -> Iterator[None]:
     with HTTP:
         yield
-
-
-def headed(num_labels: int) -> ModelFacts:
-    """Return the facts of a model with a classification head."""
-    return msgspec.structs.replace(
-        FACTS,
-        **{"embedding_size": num_labels, "num_labels": num_labels, "generates": False},
-        default_pooling=PoolingType.CLS,
-    )
-
-
-def score(add: AddRequest) -> Iterator[RequestOutput]:
-    """Return as score of a prompt how many more times it has the letter a than b."""
-    ids = add.prompt_token_ids
-    number = float(ids.count(ids_of("a")[0]) - ids.count(ids_of("b")[0]))
-    packed = struct.pack("<f", number)
-    yield RequestOutput(add.request_id, 0, [], FinishReason.STOP, embedding=packed)
-
-
-def labels(add: AddRequest) -> Iterator[RequestOutput]:
-    packed = struct.pack("<3f", 0.0, float(len(add.prompt_token_ids)), -1.0)
-    yield RequestOutput(add.request_id, 0, [], FinishReason.STOP, embedding=packed)
 
 
 @pytest.fixture(scope="module")
