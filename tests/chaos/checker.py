@@ -15,7 +15,7 @@ from tests.chaos.history import Choice, History
 from tests.chaos.recording import End, Recording
 
 BREAK_TIMEOUT_S = 5.0
-"""From the death of a process that holds a connection until the client notices the break."""
+"""The longest time from the death of a process until the clients of its connections notice it."""
 _UNAVAILABLE = 503
 
 

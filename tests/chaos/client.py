@@ -20,7 +20,7 @@ _LONGEST_RETRY_S = 2.0
 _RETRY_STATUSES = (429, 503)
 _RETURN_PAUSE_S = 0.02
 _REST_TIMEOUT_S = 5.0
-"""From `[DONE]` to the end of the response."""
+"""The longest time from `[DONE]` to the end of the response."""
 
 
 class Declined(Exception):

@@ -84,7 +84,7 @@ SETTINGS: tuple[Values, ...] = (
 _INEXACT = frozenset({"dtype", "kv_cache_dtype", "quantization", "tensor_parallel_size"})
 """Settings with which an engine rounds otherwise."""
 _EXACT_MULTIPLE = 16
-"""Of tokens in a KV block; others are read by another loop."""
+"""KV blocks of a multiple of this number of tokens are read by one loop, others by another."""
 
 
 def draw(number: int, model: str) -> Values:

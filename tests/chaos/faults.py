@@ -84,7 +84,7 @@ class Cell(NamedTuple):
     phase: Phase
     seed: int
     rank: int | None = None
-    """Of the worker that is killed; None: any."""
+    """The rank of the worker that is killed; None: any."""
 
 
 class Place(NamedTuple):

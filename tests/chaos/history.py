@@ -78,7 +78,7 @@ class History:
         self.usages: list[dict[str, int]] = []
         """Token counts, without cached tokens, which may differ between runs."""
         self.vectors: list[Any] = []
-        """Of a request for embeddings."""
+        """The vectors of a request for embeddings."""
         self.errors: list[str] = []
         self.answer_ids: list[str] = []
         """The distinct ids of the response in the events."""

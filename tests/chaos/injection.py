@@ -68,7 +68,7 @@ class Injection:
         self._signal = signal.SIGSTOP if cell.fault.hangs else signal.SIGKILL
         self._known: dict[str, list[Member]] = {}
         self._replica: int | None = None
-        """Of the victims; None: the engine has no replicas."""
+        """The replica of the victims; None: the engine has no replicas."""
         self._stopped: int | None = None
         """Pid of the supervisor of a lost replica, which is stopped."""
 

@@ -32,7 +32,7 @@ class RoundResult(msgspec.Struct):
     phase: str
     seed: int
     rank: int | None = None
-    """Of the worker that was to be killed; None: any."""
+    """The rank of the worker that was to be killed; None: any."""
     kills: list[Kill] = []
     num_streams: int = 0
     num_broken: int = 0
@@ -47,11 +47,11 @@ class RoundResult(msgspec.Struct):
     waits_s: list[float] = []
     """Time to the first event, for each stream that was open at the last kill and had not begun."""
     detections_s: list[float] = []
-    """From a kill until the supervisor has reaped the process."""
+    """The time from a kill until the supervisor has reaped the process."""
     num_unnoticed: int = 0
     """Kills that the supervisor has not noticed."""
     recovery_s: float | None = None
-    """From the last kill until every process was ready again."""
+    """The time from the last kill until every process was ready again."""
     seconds: float = 0.0
     missed: str | None = None
     """Why no process was killed in the requested phase, if so."""

@@ -48,7 +48,7 @@ class SteadySession(Session):
         self._kinds = options.kinds or _KINDS
         self._rng = random.Random(options.seed)
         self._results: dict[str, RoundResult] = {}
-        """By role of the killed process."""
+        """The results by the role of the killed process."""
         self._checked = RoundResult(0, "all streams", "", options.seed)
         """Every stream, and what was wrong with it: kills of both roles hit the same streams."""
         self._is_over = False

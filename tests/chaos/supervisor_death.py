@@ -6,7 +6,7 @@ import time
 from tests.chaos.engine import Engine
 
 ORPHANS_TIMEOUT_S = 5.0
-"""From the supervisor's death until no process of its engine is alive."""
+"""The longest time from a supervisor's death until no process of its engine is alive."""
 _POLL_S = 0.02
 
 

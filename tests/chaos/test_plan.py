@@ -349,7 +349,7 @@ def stream(opened_at: float, *times: float, end: End = End.DONE) -> Recording:
     ],
 )
 def test_a_kill_in_another_phase_is_found(phase: Phase, right: Recording, wrong: Recording) -> None:
-    """From the events of the streams until the kill."""
+    """The events of the streams until the kill decide the phase."""
     assert phase_problem(phase, [5.0, 8.0], [right]) is None
     assert phase_problem(phase, [5.0, 8.0], [wrong]) is not None
     assert phase_problem(phase, [], [wrong]) is None
@@ -401,7 +401,7 @@ def test_a_quantile_is_one_of_the_values(share: float, value: int) -> None:
 
 
 def test_processes_are_found_and_killed_from_outside() -> None:
-    """By their environment and by their command line; dead processes are not found."""
+    """Processes are found by their environment and their command line, and dead ones are not."""
     script = "print(1, flush=True); import time; time.sleep(60)  # marked-for-this-test"
     environ = {**os.environ, "CHAOS_MARK": str(os.getpid())}
     command = [sys.executable, "-c", script]

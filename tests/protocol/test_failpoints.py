@@ -176,7 +176,7 @@ def test_a_pause_that_has_ended_by_itself_cannot_be_released(tmp_path: Path) -> 
 
 
 def test_a_death_does_not_end_a_pause(tmp_path: Path) -> None:
-    """So the caller of `release` can see that a process was killed while it was paused."""
+    """The caller of `release` can see that a process was killed while it was paused."""
     arm(tmp_path, NAME, "pause:600000@1")
     arguments, environ = command(str(tmp_path))
     process = subprocess.Popen(arguments, env=environ)

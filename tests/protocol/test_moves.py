@@ -76,7 +76,7 @@ class Replica:
         self.fingerprint = "a"
         self.is_linked = False
         self.known: dict[int, list[int]] = {}
-        """By request: the tokens that the core has computed or has received."""
+        """The tokens of each request that the core has computed or has received."""
         self.sent: list[RequestOutput] = []
         """Outputs under way to the client."""
         self.backlog: Iterator[bytes] = iter(())

@@ -215,7 +215,7 @@ def test_no_request_continues_inexactly_at_an_engine_with_another_model(cores: C
 
 
 def test_once_all_engines_have_another_model_it_is_the_model(cores: Cores) -> None:
-    """As after a change of the weights, one engine after the other."""
+    """The engines get other weights one after the other."""
     for core in cores:
         with_facts(core, weights="w1")
 

@@ -51,7 +51,7 @@ def test_two_engines_have_two_directories_which_end_with_them(tmp_path: Path) ->
 def test_blocks_in_memory_whose_engine_has_no_directory_any_more_are_removed(
     tmp_path: Path,
 ) -> None:
-    """As after the death of a supervisor whose run directory the system removes."""
+    """The system has removed the run directory of a supervisor that died."""
     paths = {}
     for name in ("gone", "made again", "there", "unnamed"):
         engine_dir = tmp_path / name
@@ -76,7 +76,7 @@ def test_blocks_in_memory_whose_engine_has_no_directory_any_more_are_removed(
 def test_blocks_in_memory_stay_while_their_engine_lives_where_its_directory_is_not_seen(
     tmp_path: Path,
 ) -> None:
-    """As in containers that share memory, but not the directories of temporary files."""
+    """Containers may share memory, but not the directories of temporary files."""
     engine_dir = tmp_path / "here"
     engine_dir.mkdir()
     directory = memory_directory(str(engine_dir))

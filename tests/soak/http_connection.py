@@ -129,7 +129,7 @@ class HttpConnection(asyncio.Protocol):
         """Position of the next chunk or of the body; 0 before the end of the head."""
         self._status = 0
         self._length: int | None = None
-        """Of the body; None: it is chunked."""
+        """The length of the body; None: it is chunked."""
         self._body = bytearray()
 
     def _parse(self) -> Reply | None:

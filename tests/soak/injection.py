@@ -64,7 +64,7 @@ class FaultInjector:
         self._num_done = 0
         self.num_kills = 0
         self.stops_s: list[float] = []
-        """From each SIGSTOP until the supervisor has killed the process."""
+        """The time from each SIGSTOP until the supervisor has killed the process."""
 
     def ended(self, num_requests: int) -> None:
         """Record the number of requests that have ended."""

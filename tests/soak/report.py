@@ -26,7 +26,7 @@ class Life(msgspec.Struct, frozen=True):
     first_request: int
     last_request: int
     slope_mib: float | None
-    """Of resident memory per 10,000 requests; None: its life was too short."""
+    """The growth of resident memory per 10,000 requests; None: the process lived too shortly."""
     first_mib: float
     last_mib: float
 

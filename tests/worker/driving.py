@@ -38,7 +38,7 @@ class Run:
     """Steps that were launched while the tokens of the step before were not known."""
     longest_step: int = 0
     logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    """Of each request that asks for them, at each of its outputs."""
+    """The logprobs of each request that asks for them, at each of its outputs."""
 
 
 def make_scheduler(facts: ModelFacts, **options: object) -> Scheduler:

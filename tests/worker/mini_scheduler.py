@@ -41,7 +41,7 @@ class Served:
     num_entries: int = 0
     """Entries sent to the worker, per block table."""
     blocks: list[dict[int, int]] = field(default_factory=list)
-    """By KV group: the block of each entry that the request still holds."""
+    """The block of each entry that the request still holds, by KV group."""
     host_blocks: list[dict[int, int]] = field(default_factory=list)
     """The same for blocks on the host while the request is swapped out."""
     back_at: int = 0

@@ -82,7 +82,7 @@ def test_mixtures_of_other_layouts_have_the_same_bits_in_every_schedule(
 def test_contexts_of_several_sections_have_the_same_bits_in_every_schedule(
     window: int | None, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By one thread all sections, and by several threads the sections of one request."""
+    """One thread computes all sections, and several threads the sections of one request."""
     build()
     lengths = (2 * SECTION + 150, 30)
     shape = EVEN_SIZES | {"num_hidden_layers": 1, "max_position_embeddings": 4 * SECTION}

@@ -69,7 +69,7 @@ def test_good_and_bad_adapters_are_answered_in_order() -> None:
 
 
 def test_a_load_that_hangs_is_in_error_and_others_continue(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until too many hang; when these end, what they have read is dropped."""
+    """Loads go on until too many hang; when these end, what they have read is dropped."""
     monkeypatch.setattr(service_module, "LOAD_TIMEOUT_S", 0.05)
     monkeypatch.setattr(service_module, "MAX_HANGING", 1)
     reading, kept, service = make()

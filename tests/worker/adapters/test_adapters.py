@@ -52,7 +52,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
     "qwen4_exp": ATTENTION,
 }
 MAX_ERROR = {"float32": 2e-5, "bfloat16": 0.06}
-"""Of a typical row of logits against transformers' in float32, relative to its length."""
+"""The error of a typical row of logits against transformers' in float32, relative to its length."""
 LENGTHS = (1, 2, 17, 40, 93, 61, 5, 33)
 NUM_ADAPTERS = 3
 

@@ -76,7 +76,7 @@ def test_a_context_ends_where_indexers_choose_some_tokens_only(
 
 
 def test_a_context_ends_after_the_blocks_that_indexers_select(tmp_path: Path) -> None:
-    """And behind the tokens after the last whole block, which are always chosen."""
+    """The limit is also behind the tokens after the last whole block, which are always chosen."""
     config = FAMILIES["qwen4_exp_text"]()
     assert isinstance(config, Qwen4ExpTextConfig)
     config.indexer_budget = 24

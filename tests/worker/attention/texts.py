@@ -65,9 +65,9 @@ class Texts:
             for length in lengths
         ]
         self.biases: list[torch.Tensor] | None = None
-        """Of each text's queries, by distance: `[length, num_heads, distances]`."""
+        """The biases of each text's queries by distance, `[length, num_heads, distances]`."""
         self.sinks: list[torch.Tensor] | None = None
-        """Of each text's queries, `[length, num_heads]`."""
+        """The sinks of each text's queries, `[length, num_heads]`."""
         if spec.is_latent:
             for rows in self.rows:
                 rows[2] = rows[1][..., : spec.value_head_dim]

@@ -164,7 +164,7 @@ def test_factors_of_each_head_may_depend_on_positions() -> None:
 
 
 def test_attention_within_a_token_is_torchs() -> None:
-    """Of modules that neither take a mask nor project rows; such matrices count as no product."""
+    """The modules neither take a mask nor project rows; such matrices count as no product."""
 
     class Within(nn.Module):
         def __init__(self) -> None:

@@ -58,7 +58,7 @@ def test_the_worst_steps_are_computed(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_cache_on_a_gpu_has_whole_steps() -> None:
-    """So a worker that replaces another has as many blocks, though others use a little more."""
+    """A worker that replaces another has as many blocks, though others use a little more."""
     step = memory.CUDA_STEP_BYTES
     assert (
         memory.whole_steps(9 * step + 70_000_000) == memory.whole_steps(9 * step + 12) == 9 * step

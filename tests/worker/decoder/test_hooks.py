@@ -35,7 +35,7 @@ pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 RANK = 5
 ATTENTION = (Projection.QUERY, Projection.KEY, Projection.VALUE, Projection.OUT)
 MAX_ERROR = {"float32": 1e-5, "bfloat16": 0.06}
-"""Of a typical row of logits against transformers' in float32, relative to its length."""
+"""The error of a typical row of logits against transformers' in float32, relative to its length."""
 
 
 class Model:

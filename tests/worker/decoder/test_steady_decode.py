@@ -230,7 +230,7 @@ def test_contexts_that_reach_another_section_are_shared_again(
     checkpoints: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By several threads, a long context is split into its sections."""
+    """Several threads split a long context into its sections."""
     runner = load(checkpoints[name])
     vocab_size = runner.facts.vocab_size
     lengths = (2 * SECTION - 9, SECTION - 3, 5)

@@ -42,7 +42,7 @@ from worker_proc.startup.prepare import prepare_model
 pytestmark = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 LENGTHS = (3, 40, 1, 97)
-"""Of the texts; the longest ends past a chunk of angles."""
+"""The lengths of the texts; the longest ends past a chunk of angles."""
 CHUNK = 32
 KEPT_OF = 20
 """Tokens of a text of which some rows get logits."""

@@ -42,7 +42,7 @@ class Bench:
         self.states = make(num_blocks)
         self.contents: dict[int, list[int]] = {}
         self.kv_blocks: dict[tuple[int, ...], int] = {}
-        """By the tokens up to the end of the block: texts that begin alike share blocks."""
+        """The blocks by the tokens up to their ends: texts that begin alike share blocks."""
         self.num_begun_from_snapshots = 0
 
     def kv_block(self, text: Text, end: int) -> int:
@@ -219,7 +219,7 @@ def test_snapshots_are_kept_at_multiples_and_at_the_end_of_the_prompt() -> None:
 
 
 def test_the_last_token_is_not_counted_as_computed() -> None:
-    """Of drafts that were right and not verified, one may be the last known token."""
+    """A draft that was right and not verified may be the last known token."""
     progress = DraftProgress(3, ahead=[7, 8, 9])
     progress.settle([1, 2, 3, 7, 8])
     assert progress.position == 4

@@ -279,7 +279,7 @@ def test_a_recurrent_draft_model_begins_from_snapshots(
 
 @pytest.mark.slow
 def test_snapshots_are_kept_where_right_drafts_pass(tmp_path: Path) -> None:
-    """At each multiple of the spacing, whether a draft or a known token stands before it."""
+    """A snapshot is kept at each multiple of the spacing, after drafts and after known tokens."""
     build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
     guessing = load(tmp_path, tmp_path)
     states = with_states(guessing, 40)
@@ -342,7 +342,7 @@ def test_blocks_of_a_recurrent_draft_model_are_in_no_store(tmp_path: Path) -> No
 
 @pytest.mark.slow
 def test_states_are_taken_from_the_memory_of_the_cache(tmp_path: Path) -> None:
-    """Of a draft model with recurrent layers: the null block, and some for each request."""
+    """A draft model with recurrent layers has the null block, and some blocks for each request."""
     build_checkpoint(tmp_path, BY_NAME["qwen3_5_text"].config())
     blocks = {}
     for num_bytes in (2 << 20, 4 << 20):

@@ -26,7 +26,7 @@ def test_a_row_has_the_ids_after_any_position() -> None:
 
 
 def test_bad_words_end_in_drafts() -> None:
-    """Whose other tokens are known ones, a part of the drafts, or both."""
+    """The other tokens of the row are known ones, a part of the drafts, or both."""
     words = [[8, 21], [11, 22], [12, 23], [13, 24], [12, 13, 25], [8, 11, 12, 26], [5, 6, 7, 8, 27]]
     rows = _rows(SamplingParams(bad_words=words))
     assert [banned_words(row) for _, row in rows] == [[21], [22], [23, 26], [24, 25]]

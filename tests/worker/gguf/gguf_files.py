@@ -51,7 +51,7 @@ _NOT_PERMUTED = frozenset({"exaone", "pangu-embedded"})
 """Architectures whose files have them as checkpoints do."""
 _OFFSET_NORMS = frozenset({"gemma", "gemma2", "gemma3_text", "nemotron"})
 _LAYER_NORM_EPSILONS = ("layer_norm_eps", "norm_epsilon")
-"""Of LayerNorm, as configurations name it; Nemotron's is `norm_eps`."""
+"""The names of LayerNorm's epsilon in configurations; Nemotron's is `norm_eps`."""
 _LAYER_NORM_TYPES = frozenset({"gpt2", "gpt_bigcode", "bloom", "mpt", "falcon"})
 """Types whose `layer_norm_epsilon` is one of LayerNorm."""
 _WHOLE_LATENTS = frozenset({"deepseek_v2", "minicpm3"})

@@ -359,4 +359,4 @@ LAYOUTS: Mapping[str, Layout] = {
         named({_BIAS: "e_score_correction.bias"}),
     ),
 }
-"""By `model_type`."""
+"""The layouts by `model_type`."""

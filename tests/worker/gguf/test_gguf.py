@@ -61,7 +61,7 @@ from worker_proc.quantization.selection import reorder_inputs
 
 CODED = [type for type in TensorType if not type.is_plain]
 MAX_BYTES_PER_VALUE = {"Q4_0": 0.57, "Q4_1": 0.63, "Q4_K": 0.58}
-"""Of a weight in memory; those of other types are codes of 8 bits."""
+"""The most bytes of a value in memory; weights of other types are codes of 8 bits."""
 needs_kernels = pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 
 

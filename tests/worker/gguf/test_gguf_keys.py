@@ -199,7 +199,7 @@ def test_a_soft_cap_of_0_is_none(load: Load, name: str) -> None:
 
 
 def test_the_layers_with_windows_follow_the_pattern(load: Load) -> None:
-    """By the interval of the architecture, by a stated one, or one by one."""
+    """The pattern is the interval of the architecture, a stated one, or a list of all layers."""
     local, full = "sliding_attention", "full_attention"
     stated = "attention.sliding_window_pattern"
     for name, keys, expected in (
@@ -214,7 +214,7 @@ def test_the_layers_with_windows_follow_the_pattern(load: Load) -> None:
 
 
 def test_a_window_shows_the_model(load: Load) -> None:
-    """Of OLMo-3, whose files state olmo2, and of the large EXAONE-4."""
+    """The files of OLMo-3 state olmo2, and only the large EXAONE-4 has a window."""
     keys = {"attention.sliding_window": 64, "attention.sliding_window_pattern": [False]}
     found = [make_config(load("olmo2", own)) for own in ({}, keys)]
     assert [one["model_type"] for one in found] == ["olmo2", "olmo3"]
@@ -477,7 +477,7 @@ def test_the_alignment_is_a_whole_number(tmp_path: Path) -> None:
 
 
 def test_a_header_is_read_in_pieces(tmp_path: Path) -> None:
-    """Of a file with much data, little more than its header is in memory."""
+    """A file with much data has little more than its header in memory."""
     key = b"llama.text"
     entry = struct.pack("<Q", len(key)) + key + struct.pack("<IQ", 8, 3 << 20) + b"x" * (3 << 20)
     path = tmp_path / "long.gguf"

@@ -91,7 +91,7 @@ def test_parts_in_another_order_are_refused(first: Path) -> None:
 
 
 def test_a_part_of_another_model_is_refused(first: Path, tmp_path: Path) -> None:
-    """By the number of parts, of tensors, or by a tensor that another part has."""
+    """The number of parts or of tensors shows it, or a tensor that another part has."""
     paths = part_paths(first)
     contents = [path.read_bytes() for path in paths]
 

@@ -61,7 +61,7 @@ SEED_REGEX = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1}| ?[^\s\p{L}\p{N}\r\n]+"
     r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""As tokenizer.json has them, and Kimi-K2's own code."""
+"""The patterns as tokenizer.json has them, and as Kimi-K2's own code has them."""
 TEXTS = (
     "Hello, world!",
     "  two spaces before, and behind  ",

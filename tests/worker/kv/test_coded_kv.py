@@ -159,7 +159,7 @@ def test_tokens_are_equal_however_they_are_scheduled(kv: str, tmp_path: Path) ->
 
 
 def test_rounding_changes_the_logits(tmp_path: Path) -> None:
-    """Else equal bits would prove nothing."""
+    """Without this, equal bits would prove nothing."""
     build_checkpoint(tmp_path, CONFIGS["granite"])
     prompts = [[token % 500 for token in prompt] for prompt in make_prompts()]
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)

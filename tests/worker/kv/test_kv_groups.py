@@ -152,7 +152,7 @@ def test_layers_with_entries_have_separate_places_in_a_block(
 
 
 def test_entries_alone_are_kept_of_long_texts() -> None:
-    """Of 131,072 tokens the cache keeps a sixteenth of all rows, those of a long step included."""
+    """The cache keeps a sixteenth of the rows of 131,072 tokens, those of a long step included."""
     num_bytes = []
     for hybrid in (False, True):
         found = lay_out(PUBLISHED, 16, 2048, 2**20, hybrid)

@@ -34,7 +34,7 @@ def test_copy_with_other_times_and_another_path_has_the_same_name(
 
 @pytest.mark.parametrize("end", [100, 2**20, NUM_BYTES])
 def test_other_contents_of_equal_size_have_another_name(checkpoint: Path, end: int) -> None:
-    """As after another training, which leaves the headers."""
+    """Another training leaves the headers as they are."""
     before = checkpoint_identity(str(checkpoint))
     weights = bytearray(NUM_BYTES)
     first = end - 100 if end < NUM_BYTES else 2**20

@@ -47,7 +47,7 @@ def make(
 def test_results_are_those_of_the_module_itself(
     shape: tuple[int, int], dtype: torch.dtype, library: NativeLibrary
 ) -> None:
-    """And a row has the same bits among any others."""
+    """A row has the same bits among any others, too."""
     holder = make(library, shape, dtype)
     rows = torch.randn(2, 5, *shape).to(dtype)
     before = holder["hc"](rows)

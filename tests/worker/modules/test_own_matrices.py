@@ -64,7 +64,7 @@ def test_a_row_has_the_same_bits_among_any_others(
 
 
 def test_what_an_earlier_start_has_proven_is_not_tried(library: NativeLibrary) -> None:
-    """And a module that it has not proven stays."""
+    """A module that was not proven stays, too."""
     module = make("hy_v4")
     assert not pack(module, library, torch.float32, proven=[])
     assert "fn" in module._parameters

@@ -18,7 +18,7 @@ SHAPES = ((96, 128), (70, 45), (33, 300), (160, 257))
 """Outputs and inputs; most fill no panel and no unit."""
 ROWS = (*range(41), 64, 127, 128, 129, 256, 257, 300, 577)
 MAX_EXCEPTIONS = 6
-"""Of a tile of 16 outputs and 32 inputs."""
+"""The most exceptions of a tile of 16 outputs and 32 inputs."""
 
 
 @pytest.fixture

@@ -51,7 +51,7 @@ class Wire:
         """What happens to an answer of a block, by its number on its connection."""
         self.num_answers = 0
         self._held: dict[bytes, bytes] = {}
-        """By peer, the answer that the next one overtakes."""
+        """The answer of each peer that the next one overtakes."""
         self._send = RouterChannel.send
 
         def send(channel: RouterChannel, peer: bytes, epoch: int, body: bytes) -> bool:
@@ -208,7 +208,7 @@ def test_of_a_block_that_is_missing_no_further_parts_are_asked_for(
 def test_whatever_happens_to_the_parts_no_wrong_byte_counts(
     two: Two, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And the next load, over a wire that is well, brings everything."""
+    """The next load, over a wire without losses, brings everything."""
     wire = Wire(monkeypatch)
     monkeypatch.setattr(block_reader, "ANSWER_TIMEOUT_S", 0.1)
     monkeypatch.setattr(peers, "PAUSE_S", 0.0)

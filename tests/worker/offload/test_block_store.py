@@ -65,7 +65,7 @@ def test_another_process_reads_what_was_written(tmp_path: Path) -> None:
 
 
 def test_stores_that_are_opened_together_share_one_index(tmp_path: Path) -> None:
-    """Else none finds what the other has written, and each counts its own bytes only."""
+    """Otherwise none finds what the other has written, and each counts its own bytes only."""
     for number in range(30):
         start = threading.Barrier(4)
         stores: list[BlockStore] = []

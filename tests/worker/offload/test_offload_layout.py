@@ -58,7 +58,7 @@ def test_the_number_of_state_blocks_and_their_spacing_change_no_layout(tmp_path:
 
 
 def test_other_places_in_a_block_are_another_layout() -> None:
-    """Of layers that share one tensor, whose shape does not show where each keeps its rows."""
+    """Layers share one tensor, whose shape does not show where each keeps its rows."""
     config = EngineConfig(cache=CacheConfig(kv_offload_bytes=2**20))
     facts, tensors = ModelFacts("m", 1000, 4096, 16, 512, []), [torch.empty(4, 96)]
     layouts = [

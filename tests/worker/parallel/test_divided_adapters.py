@@ -34,7 +34,7 @@ SHORT_TARGETS = ("q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2"
 LORA = LoraConfig(enable_lora=True, max_loras=4, max_lora_rank=16)
 PARAMS = SamplingParams(max_tokens=10, temperature=0.8, seed=3, logprobs=2, ignore_eos=True)
 MAX_DIFFERENCE = 2e-4
-"""Of log-probabilities in float32, whose sums have another order in ranks."""
+"""The greatest error of log-probabilities in float32, whose sums have another order in ranks."""
 SLOW = pytest.mark.slow
 
 

@@ -174,7 +174,7 @@ def test_a_stage_is_two_steps_ahead_at_most(tmp_path: Path) -> None:
 def test_an_adoption_that_ends_for_one_stage_ends_the_waits_of_the_others(
     how: str, waits_for: str, tmp_path: Path
 ) -> None:
-    """As after the death of a core that has sent a step to one stage only."""
+    """A core has died after it sent a step to one stage only."""
     pipes = make_pipes(tmp_path)
     at_once(*(partial(pipe.has_tokens, 1) for pipe in pipes))
     if waits_for == "rows":

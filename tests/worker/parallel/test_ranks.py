@@ -13,9 +13,7 @@ import pytest
 import torch
 from transformers import CohereConfig, LlamaConfig, Phi3Config
 
-from protocol.config import (
-    NativeDecoder,
-)
+from protocol.config import NativeDecoder
 from protocol.process.run_dir import exchange_prefix
 from protocol.sampling import SamplingParams
 from scripts.testing import eventually
@@ -253,7 +251,7 @@ def test_a_rank_without_a_first_one_gives_up(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_leaves_ends_the_waits_of_the_others(tmp_path: Path) -> None:
-    """As after the death of a core that has sent a step to one rank only: the other is idle."""
+    """A core has died after it sent a step to one rank only, and the other rank is idle."""
     first, second = make_exchanges(tmp_path, 2)
     at_once([partial(one.add, torch.zeros(1, 4)) for one in (first, second)])
     with ThreadPoolExecutor(1) as thread:
@@ -317,7 +315,7 @@ def test_a_step_that_all_ranks_have_begins_though_one_has_left(
 
 @pytest.mark.parametrize("has_joined", [True, False])
 def test_an_adoption_ends_the_waits_of_the_one_before(has_joined: bool, tmp_path: Path) -> None:
-    """As after the death of a core that has sent a step to one rank only."""
+    """A core has died after it sent a step to one rank only."""
     first, second = make_exchanges(tmp_path, 2)
     if has_joined:
         at_once([partial(one.add, torch.zeros(1, 4)) for one in (first, second)])

@@ -22,7 +22,7 @@ class Layout:
     settings: dict[str, Any]
     encode: Callable[[torch.Tensor], Encoded]
     description: str = ""
-    """As readiness names it."""
+    """The name of the format as readiness has it."""
 
 
 @dataclass(frozen=True)

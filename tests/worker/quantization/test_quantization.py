@@ -140,7 +140,7 @@ def rounded_model(
 def test_tokens_of_mixtures_are_those_of_a_checkpoint_of_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
-    """Which is served without quantization.
+    """The checkpoint of rounded weights is served without quantization.
 
     Codes round sums in another order: now and then a token differs, and those after it. Values
     of 8-bit codes cannot be stored in bfloat16.
@@ -190,7 +190,7 @@ def coded_modules(modules: Sequence[nn.Module], *, of_rows: bool) -> Iterator[No
 def test_greedy_tokens_are_those_of_the_rounded_weights(
     name: str, quantization: Quantization, library: NativeLibrary, tmp_path: Path
 ) -> None:
-    """As transformers computes them in float32.
+    """transformers computes the expected tokens in float32.
 
     A token may differ only where transformers has two that are equally likely within rounding; or,
     rarely, where a router has two such experts.
@@ -238,7 +238,7 @@ def test_a_convolution_is_rounded_in_no_module_but_recurrent_ones() -> None:
 
 
 def test_rounding_changes_the_tokens(tmp_path: Path) -> None:
-    """Else the comparison with transformers would prove nothing."""
+    """Without this, the comparison with transformers would prove nothing."""
     build_checkpoint(tmp_path, MODELS["llama"], torch.bfloat16)
     prompts = [[token % 500 for token in prompt] for prompt in make_prompts()]
     params = SamplingParams(max_tokens=16, temperature=0.0, ignore_eos=True)

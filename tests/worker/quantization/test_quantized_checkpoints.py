@@ -216,7 +216,7 @@ def test_weights_that_no_kernel_reads_are_dequantized_and_a_line_states_it(
 
 
 def test_shards_may_be_in_subdirectories(tmp_path: Path) -> None:
-    """As in transformers, which joins the directory and the paths of the index."""
+    """transformers joins the directory and the paths of the index, too."""
     dense = write_quantized(tmp_path / "coded", awq(64))
     expected = load_file(dense / "model.safetensors")
     for directory, shard in ((tmp_path / "coded", "a/1.safetensors"), (dense, "b/c/1.safetensors")):

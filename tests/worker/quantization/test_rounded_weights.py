@@ -154,7 +154,7 @@ def test_sums_of_codes_are_exact_where_float32_holds_them(
 def test_codes_give_a_row_the_same_bits_among_any_others(
     format: Format, shape: tuple[int, int], gates: bool, kernels: NativeLibrary
 ) -> None:
-    """And codes of rounded weights give the same.
+    """Codes of rounded weights give the same.
 
     The bias leaves of a product what was rounded in float32.
     """

@@ -107,7 +107,7 @@ def test_ranks_have_parts_of_the_codes(
 def test_the_proof_of_a_division_dequantizes_no_layer_like_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else each rank would dequantize all layers once more. Attention is tried nowhere else."""
+    """Otherwise each rank would dequantize all layers again. Attention is tried nowhere else."""
     dequantized: list[str] = []
     own = CodedTensor.dequantize
 

@@ -242,7 +242,7 @@ def test_what_is_not_certain_passes(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_each_family_passes_with_its_context_and_its_heads(name: str, tmp_path: Path) -> None:
-    """And is refused early for others only where transformers reads the same."""
+    """Other contexts and other heads are refused early only where transformers reads the same."""
     FAMILIES[name]().save_pretrained(tmp_path)
     model = ModelConfig(model=str(tmp_path))
     refuse_model(model)

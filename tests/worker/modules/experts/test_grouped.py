@@ -61,7 +61,7 @@ def deepseek(activation: str = "silu") -> nn.Module:
 
 
 def limited() -> nn.Module:
-    """As DeepSeek-V4: gates and factors are clamped before the activation."""
+    """Return experts like DeepSeek-V4's: gates and factors are clamped before the activation."""
     module = deepseek()
     module.limit = 1.5
 
@@ -131,7 +131,7 @@ IN_UNITS = EXPERTS | {"dbrx": dbrx}
 @pytest.mark.parametrize(("kind", "dtype"), in_turn(IN_UNITS, NATIVE_DTYPES), ids=str)
 @torch.inference_mode()
 def test_experts_equal_the_module(kind: str, dtype: torch.dtype, library: NativeLibrary) -> None:
-    """Of which no weights are kept. The dtype of the weights of experts may be either.
+    """The module keeps no weights, and the weights of experts may have either dtype.
 
     DBRX's own code takes only that of the rows.
     """
@@ -157,7 +157,7 @@ def test_experts_equal_the_module(kind: str, dtype: torch.dtype, library: Native
 def test_a_row_has_the_same_bits_among_any_others(
     kind: str, dtype: torch.dtype, library: NativeLibrary
 ) -> None:
-    """And in whichever order its experts are given."""
+    """The order in which its experts are given does not count, either."""
     holder = Holder(randomized(EXPERTS[kind](), dtype))
     fuse_modules(holder, library, dtype)
     rows, index, weights = rows_and_choices(500, dtype)

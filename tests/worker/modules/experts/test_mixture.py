@@ -167,7 +167,7 @@ def test_a_router_that_multiplies_in_float32_keeps_its_choices(
 def test_a_single_expert_has_the_bits_of_a_layer_with_the_same_codes(
     format: Format, shape: tuple[int, int], kernels: NativeLibrary
 ) -> None:
-    """Whose weight is 1; for few rows of an expert, and for many."""
+    """The weight of the expert is 1; it has few rows, and many."""
     num_experts, hidden_size, size = 3, *shape
     weights = random_experts(num_experts, hidden_size, size)
     routing = Routing(num_chosen=1, normalizes=True, rounds_weights=True)

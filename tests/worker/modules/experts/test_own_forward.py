@@ -77,7 +77,7 @@ def test_a_row_equals_the_modules_and_has_the_same_bits_among_any_others(
 
 @torch.inference_mode()
 def test_what_an_earlier_start_has_proven_is_not_tried(library: NativeLibrary) -> None:
-    """And a module that it has not proven stays, as does one whose weights become codes."""
+    """A module that was not proven stays, as does one whose weights become codes."""
     holder = Holder(randomized(longcat(), torch.float32))
     rows, index, weights = rows_and_choices(40, torch.float32)
     want = definition(holder.experts, rows, index, weights)
