@@ -12,7 +12,8 @@ from torch.nn import functional
 from worker_proc.decoder.angles import AngleCall, AngleTable
 from worker_proc.decoder.stack import restore_forwards
 from worker_proc.loading.loaded_model import LoadedModel
-from worker_proc.modules.packed_linear import NativeLinear, output_layer
+from worker_proc.loading.output_layer import output_layer
+from worker_proc.modules.packed_linear import NativeLinear
 from worker_proc.modules.packed_table import PackedTable
 from worker_proc.modules.pointwise import FusedRMSNorm
 from worker_proc.native.packed_weights import Format, PackedWeight

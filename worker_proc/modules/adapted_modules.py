@@ -15,8 +15,9 @@ from transformers.pytorch_utils import Conv1D
 from worker_proc.adapters.rows import StepRows
 from worker_proc.adapters.sites import MatrixPart, OtherStages, Sites, whole_site
 from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.loading.output_layer import output_layer
 from worker_proc.modules.mlp import FusedMLP
-from worker_proc.modules.packed_linear import PackedLinear, output_layer
+from worker_proc.modules.packed_linear import PackedLinear
 
 Forward = Callable[[torch.Tensor], torch.Tensor]
 

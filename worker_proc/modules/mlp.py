@@ -5,8 +5,9 @@ from contextlib import ExitStack
 import torch
 from torch import nn
 
+from worker_proc.modules.coded_linear import computing_codes, round_linears
 from worker_proc.modules.coded_weights import dequantized, pack_weight, takes_row_codes
-from worker_proc.modules.packed_linear import computing_codes, make_linear, round_linears
+from worker_proc.modules.packed_linear import make_linear
 from worker_proc.modules.pointwise import activation_of
 from worker_proc.modules.trial_candidates import closest_candidate
 from worker_proc.native.instructions import projection

@@ -5,16 +5,15 @@ they are compiled. Otherwise oneDNN does, with two workarounds: a single row is 
 very wide outputs in bfloat16 are computed in slices of rows.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import torch
 from torch import nn
-from torch.nn import functional
 from transformers.pytorch_utils import Conv1D
 
 from worker_proc.loading.heap import return_freed_memory
+from worker_proc.loading.output_layer import output_layer
 from worker_proc.modules.coded_weights import pack_coded, pack_weight
 from worker_proc.modules.packed_table import PackedTable, can_look_up
 from worker_proc.modules.weight_formats import PLAIN, Formats
@@ -181,77 +180,6 @@ def _pack_tables(
         if codes is not None and can_look_up(codes):
             table = PackedTable(library, codes, weight.shape, weight.dtype)
             module.weight = nn.Parameter(table, requires_grad=False)
-
-
-def round_linears(modules: Iterable[nn.Module], library: NativeLibrary, format: Format) -> None:
-    """Round the weights of linear layers among the modules to values that codes represent."""
-    for module in modules:
-        if type(module) is nn.Linear and not module.weight.is_meta:
-            module.weight = rounded_copy(module.weight, library, format)
-
-
-def rounded_copy(weight: torch.Tensor, library: NativeLibrary, format: Format) -> nn.Parameter:
-    """Return a copy of a weight, rounded to values that codes represent.
-
-    It is a copy because a mapped checkpoint page, once written, would stay as long as any tensor of
-    its file.
-    """
-    rounded = weight.detach().clone(memory_format=torch.contiguous_format)
-    library.packer.round(rounded, format)
-    return nn.Parameter(rounded, requires_grad=False)
-
-
-@contextmanager
-def computing_codes(modules: Iterable[nn.Module], *, of_rows: bool = True) -> Iterator[None]:
-    """Make linear layers compute with codes of their weights, and `of_rows`, within the context.
-
-    They compute in float32, so that nothing but these codes is rounded.
-    """
-    linears = [module for module in modules if type(module) is nn.Linear]
-    for module in linears:
-        module.__dict__["forward"] = _coded_forward(
-            module, coded_rows if of_rows else torch.Tensor.float
-        )
-    try:
-        yield
-    finally:
-        for module in linears:
-            del module.__dict__["forward"]
-
-
-def _coded_forward(
-    module: nn.Linear, take: Callable[[torch.Tensor], torch.Tensor]
-) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a forward that multiplies what `take` makes of rows, in float32."""
-    stored: torch.Tensor = module.weight
-    if isinstance(stored, CodedTensor):
-        weight = stored.dequantize(torch.float32)
-    else:
-        weight = coded_weight(stored)
-    bias = None if module.bias is None else module.bias.float()
-    return lambda rows: functional.linear(take(rows), weight, bias).to(rows.dtype)
-
-
-def coded_rows(rows: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values that the codes of rows represent, as in coded_rows.h."""
-    greatest = rows.float().abs().amax(-1, keepdim=True)
-    inverse = greatest.new_tensor(127.0) / greatest
-    codes = (rows.double() * inverse).round().where(greatest > 0.0, 0.0)
-    return (codes * (greatest / 127.0)).float()
-
-
-def coded_weight(weight: torch.Tensor) -> torch.Tensor:
-    """Return the float32 values of the 8-bit codes of a rounded weight, as in int8_panels.h."""
-    greatest = weight.float().abs().amax(1, keepdim=True)
-    last = 1 << 10  # lowest bit that a scale keeps
-    scale = ((greatest / 127.0).view(torch.int32) & -last | last).view(torch.float32)
-    return (weight.float() / scale).round() * scale
-
-
-def output_layer(model: nn.Module) -> nn.Module | None:
-    """Return the module of a transformers model that computes logits, or None."""
-    find = getattr(model, "get_output_embeddings", None)
-    return None if find is None else cast(nn.Module | None, find())
 
 
 def _merged(

@@ -9,9 +9,9 @@ from transformers.pytorch_utils import Conv1D
 from protocol.config import Quantization
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loaded_model import LoadedModel
+from worker_proc.loading.output_layer import output_layer
 from worker_proc.modules.experts.grouped import read_experts
 from worker_proc.modules.experts.router import ROUTER_NAMES
-from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.packed_weights import MAX_CODED_INPUTS
 from worker_proc.recurrent.state_spec import RecurrentSpec
 

@@ -8,7 +8,7 @@ from torch import nn
 
 from worker_proc.loading.layer_executor import Stack
 from worker_proc.loading.loaded_model import LoadedModel
-from worker_proc.modules.packed_linear import output_layer
+from worker_proc.loading.output_layer import output_layer
 from worker_proc.parallel.division.rank_norm import RankNorm
 from worker_proc.parallel.division.sharding import is_divided
 from worker_proc.parallel.exchange import RankExchange

@@ -30,9 +30,9 @@ from worker_proc.errors import UnsupportedModel
 from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
+from worker_proc.loading.output_layer import output_layer
 from worker_proc.loading.passages import AnyRows, LayerForm, Passage, StageModel
 from worker_proc.loading.rescaled_layers import divisor_behind
-from worker_proc.modules.packed_linear import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.stage import Stage
 

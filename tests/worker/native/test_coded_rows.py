@@ -18,9 +18,9 @@ from tests.worker.odd_models import CONFIGS
 from tests.worker.quantization.loads import load
 from worker_proc.errors import UnsupportedModel
 from worker_proc.modules import rounding_refusals, trial_candidates
+from worker_proc.modules.coded_linear import coded_rows, coded_weight, computing_codes
 from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.mlp import FusedMLP
-from worker_proc.modules.packed_linear import coded_rows, coded_weight, computing_codes
 from worker_proc.native import build as native_build
 from worker_proc.native.build import build, compiler, cpu_description
 from worker_proc.native.instructions import coded_stride, projection

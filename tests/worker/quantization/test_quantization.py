@@ -34,9 +34,9 @@ from tests.worker.recurrent_models import KINDS
 from tests.worker.runners import make_runners
 from worker_proc.errors import UnsupportedModel
 from worker_proc.model_runner import ModelRunner
+from worker_proc.modules.coded_linear import computing_codes
 from worker_proc.modules.experts.coded import computing_expert_codes, round_experts
 from worker_proc.modules.experts.grouped import read_experts
-from worker_proc.modules.packed_linear import computing_codes
 from worker_proc.modules.rounding_refusals import check_rounding
 from worker_proc.modules.weight_formats import WEIGHT_FORMATS
 from worker_proc.native.build import compiler

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from worker_proc.modules.packed_linear import coded_rows, coded_weight, rounded_copy
+from worker_proc.modules.coded_linear import coded_rows, coded_weight, rounded_copy
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.packed_weights import Format
 

@@ -23,7 +23,7 @@ from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.loader import CheckedModel, rehearse
 from worker_proc.loading.model_kind import ModelKind
-from worker_proc.modules.packed_linear import output_layer
+from worker_proc.loading.output_layer import output_layer
 from worker_proc.native.kernels import NATIVE_DTYPES
 from worker_proc.parallel.division.delta_net import divide_net
 from worker_proc.parallel.division.griffin import divide_griffin
