@@ -1,4 +1,4 @@
-"""Configurations of models with sizes that are no multiples of a vector, one for each kind."""
+"""Configurations of models with odd sizes, which fill no vector, one for each kind."""
 
 from typing import Any
 
