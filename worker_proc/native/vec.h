@@ -153,6 +153,9 @@ inline Part splat_part(float x) { return x - Part{}; }
 #endif
 }
 
+// Keeps GCC from holding loaded values in registers, of which it would spill others.
+[[gnu::always_inline]] inline void forget_loads() { asm("" ::: "memory"); }
+
 // multiply_add for a Part.
 inline Part multiply_add_part(Part x, Part y, Part z) {
 #if defined(__AVX512F__)

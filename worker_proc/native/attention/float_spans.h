@@ -1,7 +1,7 @@
 // The loop over the spans of a context in paged pools: a tile attends to one span after another.
 //
-// Register tiles read strips of whole blocks in place. Spans that are not in whole vectors, that
-// several register tiles would widen, or that hold codes are copied as float32. Called by attention.h.
+// Register tiles read strips of whole blocks in place. Spans that are not in whole vectors, that hold
+// codes, or that several register tiles would widen slowly are copied as float32. Called by attention.h.
 
 #pragma once
 
@@ -149,6 +149,9 @@ struct SpanCopy {
   }
 };
 
+// Whether register tiles widen bfloat16 while they multiply. AVX2 does so at almost no cost.
+constexpr bool kWidensInPlace = kPartLanes < kLanes;
+
 // Attends from rows of a tile to a segment's positions, span by span.
 template <typename T>
 void attend_context(Tile& tile, RowRange rows, const Layer& layer, const Step& step, int segment,
@@ -160,7 +163,7 @@ void attend_context(Tile& tile, RowRange rows, const Layer& layer, const Step& s
   // The blocks before that of the earliest position may have been freed.
   const int first = earliest / size * size;
   const bool is_whole = !kIsCode<T> && size % kLanes == 0 && tile.vdim == tile.padded_vdim &&
-                        (sizeof(T) == sizeof(float) || rows.count <= kRegisterRows);
+                        (sizeof(T) == sizeof(float) || kWidensInPlace || rows.count <= kRegisterRows);
   for (int base = earliest / kFloatSpan * kFloatSpan; base <= last; base += kFloatSpan) {
     const int next = base + kFloatSpan;
     const int first_strip = std::max(earliest - base, 0) / kLanes;

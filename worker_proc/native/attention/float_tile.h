@@ -2,12 +2,13 @@
 // for one span.
 //
 // A span has up to 64 consecutive positions, from a multiple of 64 on, in strips of 16. A row's
-// maximum is raised once for each span. Scores are summed in the order of the dimensions and values in
-// the order of the positions, with one accumulator for each result, so the bits of a row do not depend
-// on the other rows of its register tile. Called by float_spans.h and text_attention.h.
+// maximum is raised at most once for each span. Scores are summed in the order of the dimensions and
+// values in the order of the positions, with one accumulator for each result, so the bits of a row do
+// not depend on the other rows of its register tile. Called by float_spans.h and text_attention.h.
 
 #pragma once
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
@@ -19,11 +20,16 @@ constexpr int kTileRows = 32;  // query rows of a tile
 constexpr int kStrips = 4;     // of a span
 constexpr float kLog2OfE = 1.44269504f;
 constexpr int kFloatSpan = kStrips * kLanes;  // positions of a span
+// A row's maximum is raised when a score exceeds it by more than this, so most spans rescale nothing.
+constexpr float kRaiseThreshold = 8.0f;
 
 // Accumulators of a register tile, beside which the registers hold its operands.
 constexpr int kAccumulators = kPartLanes == kLanes ? 16 : 12;
 constexpr int kRegisterRows = kPartLanes == kLanes ? 8 : kAccumulators / kParts;
-constexpr int kValueRows = kPartLanes == kLanes ? 8 : 3;  // rows whose values are added together
+
+// The number of rows whose values are added together. Values that are widened serve more rows.
+template <typename T>
+constexpr int kValueRows = kPartLanes == kLanes ? 8 : sizeof(T) == sizeof(float) ? 3 : 6;
 
 // The number of columns of a register tile of `rows` rows, each of `parts` Parts: a power of two.
 constexpr int num_columns(int rows, int parts, int most) {
@@ -53,6 +59,7 @@ struct SpanExtent {
   int base, first_strip, count;
 
   int num_strips() const { return (count + kLanes - 1) / kLanes; }
+  bool is_empty() const { return num_strips() <= first_strip; }
 };
 
 // The keys and values of a span: strips of keys, [dim][16], and of values, [16][vdim].
@@ -124,7 +131,7 @@ void score(Tile& tile, int first, const Span<T>& span) {
   for (; strip < end; strip++) score_strips<T, R, 1>(tile, first, span, strip);
 }
 
-// The weight of a score, e^(score - maximum): 1 for the maximum, and 0 below 2^-125. NaN stays NaN.
+// The weight of a score, e^(score - maximum), and 0 below 2^-125. NaN stays NaN.
 inline Part weight_of(Part score, Part maximum) {
   constexpr float kBiased = kWhole + 127.0f;  // adding it rounds to an integer, with a float's bias
   constexpr float kTerms[] = {0.0013399931f, 0.009618489f, 0.055503286f,
@@ -158,15 +165,14 @@ inline void mask_scores(float* scores, const SpanExtent& extent, int low, int en
   }
 }
 
-// Raises a row's running maximum to its greatest score, if that is higher. Returns false if the row
-// has seen no score yet.
+// Raises a row's running maximum to its greatest score, if that is higher by more than the threshold.
+// Returns false if the row has seen no score yet.
 inline bool raise_maximum(Tile& tile, int r, const SpanExtent& extent) {
   const float* const scores = tile.weights[r];
   const int first = extent.first_strip * kLanes, last = extent.num_strips() * kLanes;
-  const Part before = splat_part(tile.running_max[r]);
-  Part most = before;
+  Part most = splat_part(tile.running_max[r]);
   for (int i = first; i < last; i += kPartLanes) most = larger(part_at(scores + i), most);
-  if (exceeds(most, before)) {
+  if (exceeds(most, splat_part(tile.running_max[r] + kRaiseThreshold))) {
     float highest = kNegInf;
     for (int lane = 0; lane < kPartLanes; lane++) highest = std::max(highest, most[lane]);
     tile.raise_maximum(r, highest);
@@ -260,9 +266,9 @@ void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
 // Adds the weighted values of R rows.
 template <typename T, int R>
 void accumulate(Tile& tile, int first, const Span<T>& span) {
-  if constexpr (R > kValueRows) {
-    accumulate<T, kValueRows>(tile, first, span);
-    accumulate<T, R - kValueRows>(tile, first + kValueRows, span);
+  if constexpr (R > kValueRows<T>) {
+    accumulate<T, kValueRows<T>>(tile, first, span);
+    accumulate<T, R - kValueRows<T>>(tile, first + kValueRows<T>, span);
   } else {
     constexpr int C = num_columns(R, 1, 8);
     int column = 0;
@@ -296,14 +302,19 @@ constexpr std::array<RowsFunction<T>, sizeof...(Fewer)> rows_functions(
   return {attend_rows<T, Fewer + 1>...};
 }
 
-// Updates rows of a tile by one span, a register tile at a time.
+// Updates rows of a tile by one span, a register tile at a time. Strips that no row of a register tile
+// sees are skipped.
 template <typename T>
 void attend_span(Tile& tile, RowRange rows, const Span<T>& span) {
   static constexpr auto kFunctions =
       rows_functions<T>(std::make_integer_sequence<int, kRegisterRows>());
+  Span<T> own = span;
   for (int count; rows.count > 0; rows.first += count, rows.count -= count) {
     count = std::min(kRegisterRows, rows.count);
-    kFunctions[count - 1](tile, rows.first, span);
+    const int* const positions = tile.position + rows.first;
+    const int last = *std::max_element(positions, positions + count);
+    own.extent.count = std::min(span.extent.count, last - span.extent.base + 1);
+    if (!own.extent.is_empty()) kFunctions[count - 1](tile, rows.first, own);
   }
 }
 

@@ -180,7 +180,7 @@ struct Int4Panels {
   static Part in_place(PartBits words, int nibble) {
     constexpr int kLast = 2 * kWordUnits - 1;
     const PartBits code =
-        nibble == kLast ? words >> 4 * kLast : words & PartBits{} + (0xfu << 4 * nibble);
+        nibble == kLast ? words >> 4 * kLast : words & (PartBits{} + (0xfu << 4 * nibble));
     return __builtin_convertvector((PartInt)code, Part);
   }
 

@@ -19,9 +19,6 @@ constexpr bool kHasLines = false;
 template <class W>
 constexpr bool kHasLines<W, std::void_t<typename W::Lines>> = true;
 
-// Keeps GCC from holding loaded codes in registers, of which it would spill others.
-[[gnu::always_inline]] inline void forget_loads() { asm("" ::: "memory"); }
-
 // Adds the products of the inputs of a step with `Pairs` pairs to sums. A line has the codes of
 // successive inputs for 16 outputs. The codes of a pair are `stride` bytes after those of the pair
 // before it. Codes that are `ahead` bytes further are fetched.

@@ -178,7 +178,7 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
     return;
   }
   // Few, long pieces: prefetches of the next weights do not cross the end of a piece.
-  const int64_t group = (num_rows / num_groups + kLanes) / kLanes * kLanes;
+  const int64_t group = (num_rows + num_groups * kLanes - 1) / (num_groups * kLanes) * kLanes;
   const int64_t num_pieces = std::min<int64_t>(w.num_pairs, 2 * team.size);
   const int64_t total = num_groups * num_pieces;
   for (int64_t task; (task = team.take(total)) < total;) {

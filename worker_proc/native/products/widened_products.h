@@ -209,21 +209,18 @@ template <int R, bool kKeeps>
   load_sums(block.sums, sums);
   const float* rows = block.rows;
   const int64_t num_inputs = block.num_inputs, stride = block.stride;
+  const auto widened = [&](int half, int p) {
+    const PartBits bits = *reinterpret_cast<const PartBits*>(units + p * kPartLanes);
+    const Part part = (Part)(half == 0 ? bits << 16 : bits & 0xffff0000u);
+    if (kKeeps) save_part(part, kept + half * kLanes + p * kPartLanes);
+    return part;
+  };
 #pragma GCC unroll 1
   for (int64_t i = 0; i < num_inputs; i += 2, units += kLanes, kept += 2 * kLanes) {
-    Part low[kParts], high[kParts];
-#pragma GCC unroll 32
-    for (int p = 0; p < kParts; p++) {
-      const PartBits bits = *reinterpret_cast<const PartBits*>(units + p * kPartLanes);
-      low[p] = (Part)(bits << 16);
-      high[p] = (Part)(bits & 0xffff0000u);
-      if (kKeeps) {
-        save_part(low[p], kept + p * kPartLanes);
-        save_part(high[p], kept + kLanes + p * kPartLanes);
-      }
-    }
-    add_input(rows + i, stride, [&](int p) { return low[p]; }, sums);
-    add_input(rows + i + 1, stride, [&](int p) { return high[p]; }, sums);
+    add_input(rows + i, stride, [&](int p) { return widened(0, p); }, sums);
+    forget_loads();  // the registers hold one half of the units beside the sums
+    add_input(rows + i + 1, stride, [&](int p) { return widened(1, p); }, sums);
+    forget_loads();
   }
   save_sums(sums, block.sums);
 }
@@ -249,6 +246,7 @@ class ManyRows {
  public:
   ManyRows(const W& w, UnitRows rows, int64_t row, int64_t last_row)
       : w_(w),
+        row_(row),
         num_rows_(last_row - row),
         block_units_(block_units_of<T>(w)),
         num_tiles_((num_rows_ + kTileRows - 1) / kTileRows),
@@ -267,12 +265,13 @@ class ManyRows {
     }
   }
 
-  // Returns the sums of a pair, [rows][32]. Weights of pairs before last_pair are prefetched.
-  const float* multiply(int64_t pair, int64_t last_pair) {
+  // Multiplies by a pair, and calls out(row, pair, low, high) with the sums of each row. Weights of pairs
+  // before last_pair are prefetched.
+  template <class Out>
+  void multiply(int64_t pair, int64_t last_pair, const Out& out) {
     std::fill(sums_, sums_ + num_rows_ * kPairOutputs, 0.0f);
     for (int64_t first = 0; first < w_.num_units; first += block_units_)
-      for (int half = 0; half < 2; half += kPanels) add_block_of(pair, half, first, last_pair);
-    return sums_;
+      for (int half = 0; half < 2; half += kPanels) add_block_of(pair, half, first, last_pair, out);
   }
 
  private:
@@ -285,8 +284,12 @@ class ManyRows {
 
   int64_t first_of(int64_t tile) const { return num_rows_ * tile / num_tiles_; }
 
-  void add_block_of(int64_t pair, int half, int64_t first, int64_t last_pair) {
+  // Adds the products with a block. The sums of a tile are passed on after the last block, while they are
+  // in the cache.
+  template <class Out>
+  void add_block_of(int64_t pair, int half, int64_t first, int64_t last_pair, const Out& out) {
     const int64_t count = std::min(block_units_, w_.num_units - first);
+    const bool is_last = half + kPanels == 2 && first + count == w_.num_units;
     const float* const rows = inputs_ + first / block_units_ * block_stride_;
     const float* const begins = kAreGroups ? begins_ + first / block_units_ * num_rows_ : nullptr;
     BlockProducts block{wide_,   count * kInputs, rows, row_stride_,
@@ -306,16 +309,26 @@ class ManyRows {
                                          : unit_adder<true>(first_of(1), kSizes);
         add(block, units, wide_);
         tile = 1;
+        if (is_last) pass_on(pair, 0, first_of(1), out);
       }
     }
     for (; tile < num_tiles_; tile++) {
       ahead.fetch<kL2Cache>();
-      const int64_t r = first_of(tile);
+      const int64_t r = first_of(tile), last_row = first_of(tile + 1);
       block.rows = rows + r * row_stride_;
       if (kAreGroups) block.begins = begins + r;
       block.sums = sums_ + r * kPairOutputs + half * kLanes;
-      block_adder<kPanels, kAreGroups>(first_of(tile + 1) - r, kSizes)(block);
+      block_adder<kPanels, kAreGroups>(last_row - r, kSizes)(block);
+      if (is_last) pass_on(pair, r, last_row, out);
     }
+  }
+
+  // Calls out with the sums of the rows [first, last), which are counted from row_ on.
+  template <class Out>
+  void pass_on(int64_t pair, int64_t first, int64_t last, const Out& out) const {
+    const float* sum = sums_ + first * kPairOutputs;
+    for (int64_t r = first; r < last; r++, sum += kPairOutputs)
+      out(row_ + r, pair, load(sum), load(sum + kLanes));
   }
 
   // Decodes the units [first, first + count) of a pair to float32, [inputs][32], and their scales.
@@ -346,7 +359,7 @@ class ManyRows {
   }
 
   const W& w_;
-  const int64_t num_rows_, block_units_, num_tiles_;
+  const int64_t row_, num_rows_, block_units_, num_tiles_;
   float* const sums_;
   const float *inputs_, *begins_ = nullptr;
   int64_t row_stride_, block_stride_;
@@ -361,11 +374,8 @@ void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row
                         int64_t last_pair, const Out& out) {
   if (pair == last_pair) return;
   ManyRows<T, W> many(w, rows, row, last_row);
-  for (; pair < last_pair; pair++) {
-    const float* sum = many.multiply(pair, last_pair);
-    for (int64_t r = row; r < last_row; r++, sum += kPairOutputs)
-      out(r, pair, load(sum), load(sum + kLanes));
-  }
+  const Out own_out = out;  // a local copy, which stores cannot alias
+  for (; pair < last_pair; pair++) many.multiply(pair, last_pair, own_out);
 }
 
 }  // namespace
