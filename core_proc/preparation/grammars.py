@@ -31,6 +31,8 @@ messages that a link may queue. The workers' slow lanes hold fewer, of each acco
 other grammars are still sent when these lanes are full."""
 _MAX_WAITING = 16
 """Maximum number of accounts in whose turns one grammar may be sent; each origin has a share."""
+_FEW = 4
+"""Number of ended requests that a grammar may have, beyond as many as are open."""
 _CODES = {
     GrammarFault.WRONG: ErrorCode.INVALID,
     GrammarFault.BUSY: ErrorCode.OVERLOADED,
@@ -53,6 +55,15 @@ class _Entry:
     is_proven: bool = False
     requests: list[Request] = field(default_factory=list)
     """Some of them may have ended."""
+    prune_at: int = _FEW
+    """Number of requests at which those that have ended are dropped."""
+
+    def add(self, request: Request) -> None:
+        """Add a request; a grammar that is used for days does not keep all that have ended."""
+        self.requests.append(request)
+        if len(self.requests) > self.prune_at:
+            self.forget_ended()
+            self.prune_at = 2 * len(self.requests) + _FEW
 
     def forget_ended(self) -> bool:
         """Drop the requests that have ended; returns whether any is left."""
@@ -107,7 +118,7 @@ class Grammars:
             self._entries[grammar] = self._by_id[entry.grammar_id] = entry
             self._unproven.enter(account)
         self._put(account, entry)
-        entry.requests.append(request)
+        entry.add(request)
         if request.num_output_tokens:  # it has run in an earlier life
             self._prove(entry)
         if len(self._entries) > self._prune_at:

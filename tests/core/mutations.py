@@ -307,6 +307,18 @@ MUTATIONS = (
         "request.draft_limit = request.draft_limit",
     ),
     Mutation(
+        "a grammar keeps all requests that have ended",
+        "preparation/grammars.py",
+        "if len(self.requests) > self.prune_at:",
+        "if False:",
+    ),
+    Mutation(
+        "what another machine has is remembered when a request has ended",
+        "scheduling/loads.py",
+        "self._offload.remote.forget(request)",
+        "pass",
+    ),
+    Mutation(
         "a turn keeps all requests that it had when another adapter asked for one",
         "preparation/adapters.py",
         "for request in others[entry.num_left :]:",
