@@ -88,7 +88,8 @@ class SimulatedReplica:
         )
         self._scheduler = Scheduler(options)
         self._asked: dict[int, Asked] = {}
-        self._num_unstarted = 0
+        self._unstarted: dict[int, int] = {}
+        """Requests without an output, and the tokens of each that are expected to be computed."""
         self._step: SchedulerOutput | None = None
         self._ends_at = 0.0
         """When the step ends."""
@@ -97,11 +98,11 @@ class SimulatedReplica:
         self._answered: list[Answered] = []
 
     def load(self) -> Load:
-        if self._num_unstarted:
+        if self._unstarted:
             began = time.perf_counter_ns()
             self._advance()
             self._on_computed(time.perf_counter_ns() - began)
-        return Load(len(self._asked), self._num_unstarted, 0)
+        return Load(len(self._asked), sum(self._unstarted.values()), 0)
 
     # Requests -----------------------------------------------------------------------------------
 
@@ -119,7 +120,7 @@ class SimulatedReplica:
         self._scheduler.add_request(request)
         self._asked[req_id] = asked
         if not outputs:
-            self._num_unstarted += _num_uncached(asked)
+            self._unstarted[req_id] = max(0, len(asked.turn.prompt) - asked.num_expected)
         num_left = asked.turn.num_outputs - len(outputs)
         self._num_left = min(self._num_left, num_left) if len(self._asked) > 1 else num_left
         if self._step is None:
@@ -139,11 +140,11 @@ class SimulatedReplica:
         """
         scheduler, num_left = self._scheduler, self._num_left
         requests, running = scheduler.requests.values(), scheduler.running
-        num_wanted = sum(_num_blocks(request.num_tokens + num_left) for request in requests)
-        num_held = sum(_num_blocks(request.num_computed_tokens) for request in running)
+        num_wanted = sum([_num_blocks(len(each.token_ids) + num_left) for each in requests])
+        num_held = sum([len(each.block_tables[0]) for each in running])
         if num_wanted - num_held > scheduler.kv.num_free_blocks:
             return self._costs.seconds(1, 0, 0)
-        num_context = sum(request.num_computed_tokens for request in running)
+        num_context = sum([each.num_computed_tokens for each in running])
         return self._costs.seconds(len(running), 0, num_context)
 
     def take_answers(self) -> list[Answered]:
@@ -164,7 +165,7 @@ class SimulatedReplica:
         step = self._step = self._scheduler.schedule()
         if step is None:
             return
-        num_prompt = sum([count for count in step.num_scheduled_tokens.values() if count > 1])
+        num_prompt = sum(step.num_scheduled_tokens.values())  # it omits those with one token
         num_tokens = step.total_num_scheduled_tokens
         num_context = sum([request.num_computed_tokens for request in self._scheduler.running])
         self.num_steps += 1
@@ -180,14 +181,16 @@ class SimulatedReplica:
         _, sampling = self._scheduler.in_flight[0]
         output = ModelRunnerOutput(step.step_id, [_TOKEN] * len(sampling))
         self._num_left -= 1
-        for result in self._scheduler.update_from_output(output):
+        results = self._scheduler.update_from_output(output)
+        if self._num_left > 0 and not self._unstarted:
+            assert len(self._scheduler.requests) == len(self._asked)
+            return
+        for result in results:
             request, is_finished = result.request, result.finish_reason is not None
-            is_first = len(request.token_ids) == request.num_prompt_tokens + 1
+            is_first = self._unstarted.pop(request.req_id, None) is not None
             if not (is_first or is_finished):
                 continue
             asked = self._asked[request.req_id]
-            if is_first:
-                self._num_unstarted -= _num_uncached(asked)
             if is_finished:
                 del self._asked[request.req_id]
                 assert now == self._now(), "a request has ended before its replica was woken"
@@ -213,10 +216,6 @@ class SimulatedReplica:
         self.incarnation += 1
         self._begin()
         return lost
-
-
-def _num_uncached(asked: Asked) -> int:
-    return max(0, len(asked.turn.prompt) - asked.num_expected)
 
 
 def _num_blocks(num_tokens: int) -> int:

@@ -130,14 +130,15 @@ class World:
     # Replicas -----------------------------------------------------------------------------------
 
     def _wake_later(self, replica: SimulatedReplica) -> None:
-        """Wake a replica before or at the next end of a request."""
+        """Wake a replica before or at the next end of a request, and at no other time."""
         when = replica.next_end
-        if when is not None and (replica.wakes_at is None or when < replica.wakes_at):
+        if when != replica.wakes_at:
             replica.wakes_at = when
-            self._at(when, self._wake, replica, when)
+            if when is not None:
+                self._at(when, self._wake, replica, when)
 
     def _wake(self, replica: SimulatedReplica, when: float) -> None:
-        if replica.wakes_at == when:  # else it was woken earlier, or has died
+        if replica.wakes_at == when:  # else another time is better, or it has died
             replica.wakes_at = None
             self._take_answers(replica)
             self._wake_later(replica)
