@@ -4,7 +4,9 @@ import re
 import shutil
 import subprocess
 import tomllib
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -40,6 +42,25 @@ def test_the_image_is_made_of_what_a_wheel_is_made_of() -> None:
     assert copied == set(re.findall(r"^cp -r (.*) \"\$scratch\"$", script, re.MULTILINE)[0].split())
     assert lines[-1] == 'ENTRYPOINT ["troika"]'
     assert "troika" in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+
+
+def pods(part: Any) -> Iterator[dict[str, Any]]:
+    """Yield the specifications of all pods in a manifest."""
+    if isinstance(part, dict) and "containers" in part:
+        yield part
+    inner = part.values() if isinstance(part, dict) else part
+    for each in inner if isinstance(part, dict | list) else ():
+        yield from pods(each)
+
+
+def test_the_user_of_the_image_is_not_root_and_can_read_the_keys_of_a_pod() -> None:
+    """A file of a secret belongs to root; `fsGroup` makes a group its reader."""
+    (user,) = re.findall(r"^USER (\d+)$", (DEPLOY / "Dockerfile").read_text(), re.MULTILINE)
+    assert int(user) > 0
+    manifests = ("agents.yaml", "kuberay.yaml", "statefulset.yaml")
+    parts = [part for name in manifests for part in yaml.safe_load_all((DEPLOY / name).read_text())]
+    with_keys = [pod for pod in pods(parts) if "secret" in str(pod.get("volumes"))]
+    assert [pod["securityContext"]["fsGroup"] for pod in with_keys] == [int(user)] * 5
 
 
 def test_yaml_can_be_read() -> None:
