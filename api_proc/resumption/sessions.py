@@ -344,11 +344,8 @@ class Sessions:
         The client's own ones come first. Those of others are removed only as far as the bounds of
         all are reached, and only if the shares of this client permit the request then.
         """
-        sent = [one for one in self._by_id.values() if not one.num_attached and one.is_sent]
-        sent.sort(key=lambda one: one.accepted.adds[0].origin != origin)
         budget, freed, removed = self._budget, Freed(origin), list[Session]()
-        for session in sent:
-            is_own = session.accepted.adds[0].origin == origin
+        for session, is_own in self._sent(origin):
             has_room = budget.has_room(num_bytes, freed)
             if has_room and not (is_own and not budget.has_share(num_bytes, freed)):
                 break
@@ -356,6 +353,18 @@ class Sessions:
             removed.append(session)
         is_enough = budget.has_room(num_bytes, freed) and budget.has_share(num_bytes, freed)
         return removed if is_enough else []
+
+    def _sent(self, origin: str | None) -> Iterator[tuple[Session, bool]]:
+        """Yield the sessions that are kept though their answers were sent, oldest first.
+
+        Those of a client come before all others, and with True. In most cases the first one is
+        enough, so they are not sorted: there may be 16,384 of them.
+        """
+        for is_own in (True, False):
+            for session in self._by_id.values():
+                is_kept = session.is_sent and not session.num_attached
+                if is_kept and (session.accepted.adds[0].origin == origin) is is_own:
+                    yield session, is_own
 
     def _new_history(self, accepted: AcceptRecord, index: int) -> History:
         """Return the history of a sequence.

@@ -279,6 +279,32 @@ async def test_no_answer_is_removed_for_a_request_that_is_too_large(tmp_path: Pa
     server.sessions.close()
 
 
+@play
+async def test_room_for_a_client_with_answers_is_made_without_a_look_at_all_sessions(
+    tmp_path: Path,
+) -> None:
+    """Each of its requests needs room while a bound is reached, and thousands may be kept."""
+    server = await Server(tmp_path, max_open_requests=9).written()
+    read_ids: list[str] = []
+
+    class Watched(dict[str, Session]):
+        def values(self) -> Iterator[Session]:  # type: ignore[override]
+            for request_id, session in self.items():
+                read_ids.append(request_id)
+                yield session
+
+    for i in range(8):
+        session = await server.accept(f"a{i}", max_tokens=2)
+        with server.generation(f"a{i}", session) as generation:
+            generation.resume(StreamPosition([None]))
+            await read(generation, 2)
+    server.sessions._by_id = Watched(server.sessions._by_id)
+    await server.accept("more")
+    assert list(server.sessions._by_id) == [*(f"a{i}" for i in range(1, 8)), "more"]
+    assert len(read_ids) <= 2
+    server.sessions.close()
+
+
 def num_finished(server: Server) -> dict[str, int]:
     return {reason: num for reason, num in server.state.metrics.num_finished.items() if num}
 
