@@ -27,6 +27,7 @@ from tests.paths import ROOT
 BOOTSTRAP = "import sys;exec(eval(sys.stdin.readline()))"
 """What execnet lets a process run that it starts: the process reads its program."""
 _BLAS_THREADS = "OPENBLAS_NUM_THREADS"
+_ENDS_OF_AN_IMPORT = (SystemExit, pytest.skip.Exception, pytest.fail.Exception)
 HAS_GPU = any(map(os.path.exists, GPU_NODES))
 """A forked process could not use CUDA, which an import may have begun to use."""
 
@@ -50,7 +51,9 @@ class _Pipes:
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
     """Let execnet use forked processes instead of starting any."""
-    if HAS_GPU or not all(spec.popen and not spec.python for spec in specs):
+    if HAS_GPU or _num_threads() > 1:  # a debugger may have started some
+        return
+    if not all(spec.popen and not spec.python for spec in specs):
         return
     pipes = [_Pipes() for _ in specs]
     pids_in, pids_out = os.pipe()
@@ -107,7 +110,7 @@ def _be_parent(arguments: Iterable[str], pipes: Sequence[_Pipes], pids_out: int)
         gc.collect()
         gc.freeze()
         gc.enable()
-        num_threads = len(os.listdir("/proc/self/task"))
+        num_threads = _num_threads()
         if num_threads > 1:
             print(f"importing the tests has started {num_threads - 1} threads", file=sys.stderr)
         create = _fork if num_threads == 1 else _start
@@ -119,8 +122,14 @@ def _be_parent(arguments: Iterable[str], pipes: Sequence[_Pipes], pids_out: int)
         os.close(pids_out)
         for _ in pids:
             os.wait()
+    except Exception:
+        traceback.print_exc()
     finally:
         os._exit(0)
+
+
+def _num_threads() -> int:
+    return len(os.listdir("/proc/self/task"))
 
 
 @contextlib.contextmanager
@@ -159,7 +168,7 @@ def _import_tests(arguments: Iterable[str]) -> None:
                 continue
             name = ".".join(file.relative_to(ROOT).with_suffix("").parts)
             with (
-                contextlib.suppress(Exception, pytest.skip.Exception),
+                contextlib.suppress(Exception, *_ENDS_OF_AN_IMPORT),
                 warnings.catch_warnings(action="error"),
             ):
                 importlib.import_module(name)

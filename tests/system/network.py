@@ -20,8 +20,6 @@ from pathlib import Path
 _TUNSETIFF = 0x400454CA
 _IFF_TUN, _IFF_NO_PI = 0x0001, 0x1000
 _MAX_BYTES = 2**16
-_SUBNET = f"10.77.{os.getpid() % 255}"
-"""Of this process, as another one may have a network here at the same time."""
 
 
 def is_possible() -> bool:
@@ -41,7 +39,8 @@ class Machine:
 
     def __init__(self, number: int, *, is_here: bool) -> None:
         """Make the device, in a namespace of its own unless it `is_here`."""
-        self.address = f"{_SUBNET}.{number}"
+        # Another process may have a network here at the same time.
+        self.address = f"10.77.{os.getpid() % 255}.{number}"
         self.namespace = None if is_here else f"troika-{os.getpid()}-{number}"
         self._device = f"tk{os.getpid() % 10**6}-{number}"
         self.fd = os.open("/dev/net/tun", os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
