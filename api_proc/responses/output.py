@@ -105,10 +105,10 @@ class ResponseOutput:
         *,
         is_cut: bool = False,
     ) -> list[Event]:
-        """Add the events of one step, and return those about the items.
+        """Add the events of one token or of one step, and return those about the items.
 
-        The logprobs belong to the text of the message; those of a step that has only reasoning or
-        calls are dropped. `is_cut`: the step reached the limit of tokens.
+        The logprobs belong to the text of the message; if the events are only reasoning or calls,
+        they are dropped. `is_cut`: the output reached the limit of tokens.
         """
         events: list[Event] = []
         self._logprobs += logprobs

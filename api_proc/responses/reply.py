@@ -164,7 +164,13 @@ class ResponseReply:
         else:
             chat_events = delta.events
         is_cut = delta.finish_reason == FinishReason.LENGTH
-        events = self._output.push(chat_events, self._logprobs(delta), is_cut=is_cut)
+        logprobs = self._logprobs(delta)
+        events: list[Event] = []
+        # Which tokens belong to the message does not depend on how many arrived together.
+        *parts, chat_events = delta.token_events or [chat_events]
+        for place, part in enumerate(parts):
+            events += self._output.push(part, logprobs[place : place + 1])
+        events += self._output.push(chat_events, logprobs[len(parts) :], is_cut=is_cut)
         if delta.finish_reason is not None:
             events += self._output.finish(is_cut=is_cut)
         return events

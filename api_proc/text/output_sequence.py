@@ -3,7 +3,7 @@
 from collections.abc import AsyncIterator, Sequence
 from typing import NamedTuple, Protocol
 
-from api_proc.chat.events import Event
+from api_proc.chat.events import Event, merged
 from api_proc.chat.parser import OutputParser
 from api_proc.chat.reasoning_counter import ReasoningCounter
 from api_proc.text.detokenizer import Detokenizer
@@ -57,6 +57,11 @@ class Delta(NamedTuple):
     """The parsed parts of the text; None without a parser: everything is content."""
     num_computed_tokens: int | None = None
     """Number of computed prompt tokens, in a delta that has nothing else."""
+    token_events: list[list[Event]] | None = None
+    """With a parser and log-probabilities: the parsed parts that each token completes.
+
+    A further item is what the end of the text completes.
+    """
 
 
 class StopStrings(NamedTuple):
@@ -112,13 +117,20 @@ class OutputSequence:
         """Process the next output of the core; a stop string ends the sequence early."""
         self._add_prompt_info(output)
         finish_reason = None if output.finish_reason is None else str(output.finish_reason)
+        pieces: list[str] = []
         if self._matcher is None and output.logprobs is None:
             delta = self._push_all(output, finish_reason)
         else:
-            delta = self._push_each(output, finish_reason)
+            delta = self._push_each(output, finish_reason, pieces)
         if self.parser is not None:
             is_last = delta.finish_reason is not None
-            delta = delta._replace(events=self.parser.push(delta.text, is_last=is_last))
+            if pieces and delta.logprobs is not None:
+                parts = [self.parser.push(piece, is_last=False) for piece in pieces[:-1]]
+                parts.append(self.parser.push(pieces[-1], is_last=is_last))
+                events = merged([event for part in parts for event in part])
+                delta = delta._replace(events=events, token_events=parts)
+            else:
+                delta = delta._replace(events=self.parser.push(delta.text, is_last=is_last))
             if self.reasoning is not None:
                 self.reasoning.push(delta.token_ids)
         self.finish_reason = delta.finish_reason
@@ -144,8 +156,10 @@ class OutputSequence:
         text += self._detokenizer.flush()
         return Delta(text, token_ids, None, (), finish_reason, _stop_reason(output))
 
-    def _push_each(self, output: RequestOutput, finish_reason: str | None) -> Delta:
-        text = ""
+    def _push_each(
+        self, output: RequestOutput, finish_reason: str | None, pieces: list[str]
+    ) -> Delta:
+        """Process tokens one by one, and add the text that each one completes to `pieces`."""
         offsets: list[int] = []
         num_shown = self._num_shown(output)
         for position, token_id in enumerate(output.token_ids):
@@ -155,14 +169,14 @@ class OutputSequence:
             piece = self._detokenizer.push([token_id]) if position < num_shown else ""
             if is_last:
                 piece += self._detokenizer.flush()
-            text += self._filter(piece)
+            pieces.append(self._filter(piece))
             if self._matcher is not None and self._matcher.matched is not None:
+                text = "".join(pieces)
                 return self._stop(output, position + 1, text, offsets, self._matcher.matched)
         if finish_reason is not None and self._matcher is not None:
-            text += self._matcher.flush()
-        return Delta(
-            text, output.token_ids, output.logprobs, offsets, finish_reason, _stop_reason(output)
-        )
+            pieces.append(self._matcher.flush())
+        text, logprobs = "".join(pieces), output.logprobs
+        return Delta(text, output.token_ids, logprobs, offsets, finish_reason, _stop_reason(output))
 
     def _filter(self, piece: str) -> str:
         """Return the part of `piece` that cannot become part of a stop string."""
@@ -201,11 +215,13 @@ def _stop_reason(output: RequestOutput) -> int | str | None:
 def join(deltas: list[Delta]) -> Delta:
     """Merge all deltas of one sequence."""
     last = deltas[-1]
-    logprobs = events = None
+    logprobs = events = token_events = None
     if last.events is not None:
         events = [event for delta in deltas for event in delta.events or []]
     if any(delta.logprobs is not None for delta in deltas):
         logprobs = [entry for delta in deltas for entry in delta.logprobs or []]
+    if logprobs is not None and events is not None:
+        token_events = [part for delta in deltas for part in _token_events(delta)]
     return Delta(
         "".join([delta.text for delta in deltas]),
         [token_id for delta in deltas for token_id in delta.token_ids],
@@ -214,4 +230,12 @@ def join(deltas: list[Delta]) -> Delta:
         last.finish_reason,
         last.stop_reason,
         events,
+        token_events=token_events,
     )
+
+
+def _token_events(delta: Delta) -> list[list[Event]]:
+    """Return the parsed parts by token; an output without tokens may end the text."""
+    if delta.token_events is None:
+        return [delta.events] if delta.events else []
+    return delta.token_events

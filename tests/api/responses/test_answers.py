@@ -143,6 +143,24 @@ def test_logprobs_belong_to_the_text(
     assert create(server, tools=fields.get("tools", TOOLS))["output"][0].get("logprobs") is None
 
 
+@pytest.mark.parametrize(("per_output", "interval"), [(7, 1), (1000, 1), (3, 20)])
+def test_logprobs_of_the_text_do_not_depend_on_the_tokens_that_arrive_together(
+    live: LiveServer, make_server: MakeServer, per_output: int, interval: int
+) -> None:
+    """As after a reconnection: those of reasoning and calls are not among them."""
+    fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    other = make_server(answering(per_output=per_output), reasoning_parser="qwen3")
+
+    def names(items: list[dict[str, Any]]) -> list[str]:
+        [message] = [item for item in items if item["type"] == "message"]
+        return [entry["token"] for entry in message["content"][0]["logprobs"]]
+
+    one = names(check_events(stream(live, **fields)))
+    assert CONTENT in "".join(one)
+    assert one == names(check_events(stream(other, stream_interval=interval, **fields)))
+    assert one == names(create(other, **fields)["output"])
+
+
 def test_official_client(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hi", tools=TOOLS)
     assert response.output_text == CONTENT
