@@ -26,7 +26,7 @@ DEFAULT_TIMEOUT_S = 660.0
 """More than the default `startup_timeout_s`: a worker may have to load its model."""
 _ANSWER_TIMEOUT_S = 2.0
 _MAX_QUERIES = 5
-"""Before the supervisor is given up."""
+"""The number of queries without an answer after which the supervisor is given up."""
 _POLL_S = 0.05
 
 

@@ -20,7 +20,7 @@ from scripts.supervisor.run_dirs import is_live, live_run_dirs
 
 TIMEOUT_S = 2.0
 _CHOICE_TIMEOUT_S = 0.5
-"""For each of several engines, which are only listed."""
+"""The longest wait for each of several engines, which are only listed."""
 _COLUMNS = ("process", "pid", "epoch", "state", "memory", "restarts")
 Replicas = Mapping[int, StatusReply | str]
 """What the supervisors of the replicas answer; a text: why there is no answer."""

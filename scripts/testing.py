@@ -33,7 +33,7 @@ from protocol.process.status import StatusLink
 
 TIMEOUT_S = 20.0
 LOAD_TIMEOUT_S = 90.0
-"""For engines with a model."""
+"""The longest wait for engines with a model."""
 _POLL_S = 0.01
 _MAX_POLL_S = 0.05
 _POLL_SHARE = 0.05

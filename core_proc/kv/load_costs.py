@@ -26,7 +26,7 @@ class LoadCosts:
     def __init__(self) -> None:
         self._computed_ns = 0.0
         self._loaded_ns: dict[str, float] = {}
-        """By machine; empty: this machine."""
+        """The mean time of a loaded token by machine; the name of this one is empty."""
         self._num_refused: dict[str, int] = {}
         """Number of loads that did not pay, by machine."""
         self._steps: deque[tuple[int, int]] = deque()

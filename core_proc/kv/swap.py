@@ -19,9 +19,9 @@ class StepCopies:
 
     def __init__(self) -> None:
         self.out = BlockCopies()
-        """From the pool to the host."""
+        """Blocks to copy from the pool to the host."""
         self.into = BlockCopies()
-        """From the host to the pool."""
+        """Blocks to copy from the host to the pool."""
 
     def cancel_into(self, device_block_ids: list[int]) -> None:
         """Leave out the copies into these blocks."""

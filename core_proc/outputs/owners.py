@@ -36,7 +36,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._open: dict[Client, dict[int, int]] = {}
-        """By client and its number: the engine's."""
+        """The engine's number of each client's request, by the client's number of it."""
         self._outgoing: list[tuple[Client, CoreToClient]] = []
 
     @property

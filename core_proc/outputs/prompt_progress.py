@@ -27,7 +27,7 @@ class PromptProgress:
         self._is_used = False
         """Whether any request has asked so far."""
         self._in_flight: deque[tuple[int, list[_Progress]]] = deque()
-        """By step: what its output shows to be computed."""
+        """What the output of each step will show to be computed."""
 
     def added(self, request: Request) -> None:
         self._is_used = self._is_used or request.sampling_params.return_progress

@@ -87,7 +87,7 @@ class DraftLimits:
         """Requests whose limit the worker does not know yet."""
         self._times = DecodeTimes()
         self._extras: dict[int, _Extra] = {}
-        """By the number of requests with drafts, rounded."""
+        """The additional time for each rounded number of requests with drafts."""
         self._common = Acceptance() if self._has_model else Acceptance(3.0, 4.0)
         self._prompt_token_ns = 0.0
         self._credit_ns: float | None = None

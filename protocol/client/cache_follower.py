@@ -25,7 +25,7 @@ class CacheFollowers:
         self._index = index
         self._is_enabled = is_enabled
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        """By replica number."""
+        """The task of each replica, by its number."""
 
     def begin(self, replica: Replica) -> None:
         """Follow a replica that has joined, in the running event loop."""

@@ -44,7 +44,7 @@ class Job(msgspec.Struct, frozen=True):
     model: str
     requests: list[Request]
     timeout_s: float
-    """For each request."""
+    """The longest time that a request may take."""
     return_token_ids: bool = False
     """Ask an HTTP server for ids, so that tokens without text arrive as pieces, too."""
 

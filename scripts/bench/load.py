@@ -18,7 +18,7 @@ from scripts.bench.workloads import Request
 
 _START_TIMEOUT_S = 60.0
 _MARGIN_S = 60.0
-"""For a process to decode its replies after the last of them."""
+"""The time that a process has to decode its replies after the last of them."""
 _CLOSE_TIMEOUT_S = 5.0
 _READ_BYTES = 1 << 20
 
@@ -30,13 +30,13 @@ class Run(NamedTuple):
     outcomes: list[Outcome]
     """In the order of the requests."""
     began: float
-    """On the monotonic clock."""
+    """The time of the start, on the monotonic clock."""
     cpu_s: list[float]
     """Processor time of each load process."""
 
     @property
     def seconds(self) -> float:
-        """From the start to the last token."""
+        """The time from the start to the last token."""
         return max(outcome.times[-1] for outcome in self.outcomes) - self.began
 
     def figures(self) -> dict[str, float]:

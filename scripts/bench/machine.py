@@ -30,13 +30,13 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
     """Those that choose kernels."""
     cores: int
     usable_cores: int
-    """Within the affinity and the quota of this process."""
+    """The cores that the affinity and the quota of this process permit."""
     memory_bytes: int
     gpus: list[str]
     kernel: str
     python: str
     versions: dict[str, str]
-    """Of installed packages."""
+    """The versions of installed packages."""
     commit: str
     """Empty: there is no repository."""
     is_modified: bool

@@ -21,7 +21,7 @@ OURS, BASE = "troika", "base"
 EMBEDDED = "embedded"
 _TIMEOUT_S = 30.0
 _LOAD_TIMEOUT_S = 600.0
-"""For a large model on a slow disk."""
+"""The longest wait for a large model on a slow disk."""
 
 
 class Server(NamedTuple):

@@ -59,7 +59,7 @@ class Admission(msgspec.Struct, frozen=True):
 
     case: str
     create_us: float
-    """From the ids of the message to a `Request`; not part of the total."""
+    """The time from the ids of the message to a `Request`; not part of the total."""
     add_us: float
     schedule_us: float
     update_us: float

@@ -24,7 +24,7 @@ class Request(msgspec.Struct, frozen=True, array_like=True):
 
     prompt: list[int]
     num_tokens: int
-    """To generate."""
+    """The number of tokens to generate."""
     at_s: float = 0.0
     """When it is sent, after the start of the run."""
 

@@ -26,11 +26,12 @@ from protocol.transport.curve import ClientAuthenticator, read_server_keys
 from scripts.block_server.stored_blocks import StoredBlocks
 
 _DRAIN_LIMIT = 8
-"""Of one turn: some parts of blocks, so that new connections do not wait for long."""
+"""The number of requests for parts of blocks in one turn: new connections do not wait for long."""
 _FIRST_ASKED_S = 3.0
-"""From a drain to the end, if no block is read: requests continue elsewhere, and ask from there."""
+"""The time from a drain to the end, if no block is read. Requests that continue elsewhere ask from
+there."""
 _LAST_ASKED_S = 2.0
-"""From the last block that is read to the end."""
+"""The time from the last question to the end."""
 
 log = logging.getLogger("troika.block_server")
 

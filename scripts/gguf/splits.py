@@ -71,7 +71,7 @@ class Split(NamedTuple):
     """How text is normalized and split."""
 
     pattern: str = ""
-    """Of words; empty: that of GPT-2."""
+    """The pattern of words; empty: that of GPT-2."""
     parts: tuple[pre_tokenizers.PreTokenizer, ...] = ()
     """Steps that split text, used instead of a pattern."""
     first: tuple[str, ...] = ()
@@ -147,4 +147,4 @@ BYTE_LEVEL: Mapping[str, Split] = {
     **dict.fromkeys(("tiny_aya", "cohere2moe"), Split(GPT4O, first=(TINY_AYA_FIRST,))),
     "tekken": Split(TEKKEN, takes_whole_words=True, has_begin=True),
 }
-"""By the names that llama.cpp gives to tokenizers."""
+"""The splits by the names that llama.cpp gives to tokenizers."""

@@ -36,11 +36,11 @@ _ENDS = frozenset(
 )
 """Control tokens that end an answer, which files need not state."""
 _END_OF_MESSAGE, _ENDS_OF_ANSWERS = "<|end|>", ("<|return|>", "<|call|>")
-"""Of gpt-oss, whose answers have several messages; <|end|> ends answers of other models."""
+"""Tokens of gpt-oss, whose answers have several messages; <|end|> ends answers of other models."""
 _KEEP_SPACE_AFTER = frozenset({"<s>", "<unk>", "<|endoftext|>"})
 """Added tokens of Phi-3 with sentencepiece that leave the spaces after them; others take these."""
 _MAX_TOKEN_CHARACTERS = 512
-"""Of sentencepiece's tokens, each of which is split at every place to find its merges."""
+"""The length of sentencepiece's longest token: each is split at every place to find its merges."""
 
 
 class TokenizerFiles:

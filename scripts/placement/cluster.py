@@ -67,7 +67,7 @@ class Cluster:
         self._asked: dict[int, tuple[str, Any]] = {}
         """By number, the method last called on an actor, and the future of its result."""
         self._leaving: dict[int, float] = {}
-        """By number, the deadline of an engine that was asked to end."""
+        """The deadline of each engine that was asked to end, by its number."""
         self._lock = threading.Lock()
         self._ends = threading.Event()
         """Set by `end_all`; no engine is started afterwards."""

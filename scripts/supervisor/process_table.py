@@ -103,9 +103,9 @@ class ProcessTable:
             slot: _Row(*ProgressPage.create(f"{slot.role}-{slot.rank}")) for slot in slots
         }
         self._zygotes: dict[int, ForkServer] = {}
-        """By rank."""
+        """The zygotes by their ranks."""
         self._forks: dict[int, _Fork] = {}
-        """By epoch."""
+        """The forks by their epochs."""
         self._num_blocks: dict[Slot, tuple[int, int]] = {}
         """KV blocks and state blocks of each rank of the worker."""
 

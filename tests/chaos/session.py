@@ -34,10 +34,10 @@ NULL_FLAGS = (
 NULL_BLOCKS, MODEL_BLOCKS = 130, 72
 """Blocks of all replicas: the same texts are shorter for a real tokenizer."""
 _MIN_BLOCKS = 66
-"""Of a replica: a sequence of the greatest length fits."""
+"""The smallest number of a replica's blocks: a sequence of the greatest length fits."""
 _MAX_ROUNDS = 100_000
 _TRIES = 4
-"""For a round that has missed its phase."""
+"""The number of tries for a round that has missed its phase."""
 
 
 class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class SessionOptions(msgspec.Struct, frozen=True, kw_only=True):
     has_journal: bool = False
     """The engine keeps a journal, and clients resume broken streams."""
     kinds: tuple[str, ...] | None = None
-    """Of requests, in turn; None: all."""
+    """Kinds of requests, in turn; None: all."""
     num_replicas: int = 1
 
 
@@ -82,7 +82,7 @@ class Session:
         self._base = base
         self._log = log
         self._kinds: Sequence[str] | None = options.kinds
-        """Of requests; None: all."""
+        """Kinds of requests; None: all."""
 
     async def run(self) -> None:
         """Start an engine, run the plan, stop the engine.

@@ -28,7 +28,7 @@ from tests.chaos.stalls import detections_s, stall_s
 from tests.chaos.workload import PARSER_FLAGS
 
 _MIN_SHARE, _GREATEST_SHARE = 0.5, 1.5
-"""Of the mean time between two kills."""
+"""The bounds of the time between two kills, as shares of the mean."""
 _POLL_S = 0.01
 _IDLE_TIMEOUT_S = 10.0
 _PHASE = "steady"

@@ -33,7 +33,7 @@ class FakeStates:
         self._num_host_blocks = num_host_blocks
         self._host: dict[int, int] = {}
         self._contents: dict[int, int] = {}
-        """By block: the prefix up to the last token of its state."""
+        """The prefix up to the last token of each block's state."""
         self._kept: set[HasStates] = set()
         """Requests that begin from the state before a wrong draft, which is in no table."""
 

@@ -85,7 +85,7 @@ class FakeWorker:
         self._windows = windows
         self._num_host_blocks = num_host_blocks
         self._kv: dict[int, list[tuple[int, int] | None]] = {}
-        """By block: (group, prefix) of each slot. A block belongs to one group at a time."""
+        """(group, prefix) of each slot of a block. A block belongs to one group at a time."""
         self._host: dict[int, list[tuple[int, int] | None]] = {}
         self._next_step_id: int | None = None
 

@@ -119,7 +119,7 @@ def run(
 
 
 PLAIN_MS = 10.3
-"""Of a step with one request and no drafts."""
+"""The time of a step with one request and no drafts."""
 
 
 def without_drafts(row_ms: float = 0.2) -> TimedWorker:

@@ -16,7 +16,7 @@ from tests.api.test_bad_input import COMPLETIONS, ROWS
 FACTS = ModelFacts("null", 1000, 512, 16, 200, [2])
 FIELDS = SamplingParams.__struct_fields__
 PARAMS_PLACE = 3
-"""Of the parameters in an encoded request, after its tag."""
+"""The index of the parameters in an encoded request, after its tag."""
 
 
 def bad_values() -> Iterator[tuple[str, Any]]:

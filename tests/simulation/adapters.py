@@ -41,7 +41,7 @@ class AdapterPlan:
     wrong: set[int] = field(default_factory=set)
     """Ids of those whose files are in error."""
     deadly: dict[int, tuple[float, int]] = field(default_factory=dict)
-    """By id: the probability that a load kills its worker, and the signal."""
+    """The probability that a load kills its worker, and the signal, by the adapter's id."""
     loads: list[tuple[float, Adapter]] = field(default_factory=list)
     """Loads by an operator, at times in seconds."""
 

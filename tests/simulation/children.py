@@ -14,7 +14,7 @@ from tests.simulation.child import Incarnation
 from tests.simulation.world import SECOND, Process, Violation, World
 
 ROLES = {"api_proc": Role.API, "core_proc": Role.CORE, "worker_proc": Role.WORKER}
-"""By the name of the program."""
+"""The role of each program."""
 _FORK_S = (0.0005, 0.005)
 _PACKET_S = (0.00002, 0.0002)
 _ORPHANED_S = 0.001

@@ -22,7 +22,7 @@ _BLOCK_TOKENS = 16
 _MARGIN = 64
 """Steps besides the measured ones."""
 _MAX_STEPS = 100_000
-"""To admit all requests of a point."""
+"""The largest number of steps in which all requests of a point are admitted."""
 
 
 def run(arguments: argparse.Namespace, record: Record) -> None:

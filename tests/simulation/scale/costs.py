@@ -24,13 +24,13 @@ class StepCosts(NamedTuple):
     """Milliseconds of a step."""
 
     step_ms: float
-    """Of any step."""
+    """The time of any step."""
     decoded_ms: float
-    """For each request that decodes."""
+    """The time for each request that decodes."""
     prompt_ms: float
-    """For each prompt token."""
+    """The time for each prompt token."""
     context_ms: float
-    """For each thousand tokens of context, of all requests together."""
+    """The time for each thousand tokens of context of all requests together."""
 
     def seconds(self, num_decoded: int, num_prompt: int, num_context: int) -> float:
         milliseconds = (

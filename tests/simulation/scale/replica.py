@@ -43,7 +43,7 @@ class Answered(NamedTuple):
     """What has become of a turn in a step."""
 
     time: float
-    """Of the end of the step."""
+    """The time at which the step ended."""
     asked: Asked
     request: Request
     is_first: bool
@@ -76,7 +76,7 @@ class SimulatedReplica:
         self.num_steps = 0
         self.busy_s = 0.0
         self.num_computed = 0
-        """Tokens."""
+        """The number of tokens that were computed."""
         self.wakes_at: float | None = None
         """When the world wakes it next."""
         self._begin()
@@ -165,7 +165,7 @@ class SimulatedReplica:
         step = self._step = self._scheduler.schedule()
         if step is None:
             return
-        num_prompt = sum(step.num_scheduled_tokens.values())  # it omits those with one token
+        num_prompt = sum(step.num_scheduled_tokens.values())  # requests with one token are omitted
         num_tokens = step.total_num_scheduled_tokens
         num_context = sum([request.num_computed_tokens for request in self._scheduler.running])
         self.num_steps += 1

@@ -35,16 +35,16 @@ class Plan(NamedTuple):
     load: float = 0.7
     """Share of the capacity of all replicas that is asked for."""
     num_blocks: int = 1024
-    """Of a replica's cache."""
+    """The number of blocks of a replica's cache."""
     lost_share: float = 0.1
-    """Of the replicas: they die when 45 % of the time has passed; 0: none."""
+    """The share of replicas that die when 45 % of the time has passed; 0: none."""
     away_s: float = 20.0
-    """Until they are back, with empty caches."""
+    """The time until they are back, with empty caches."""
     costs: StepCosts = MEASURED
 
     @property
     def duration_s(self) -> float:
-        """In which conversations begin."""
+        """The time in which conversations begin."""
         return self.num_requests / (self.num_replicas * CAPACITY * self.load)
 
 
@@ -138,7 +138,7 @@ class World:
                 self._at(when, self._wake, replica, when)
 
     def _wake(self, replica: SimulatedReplica, when: float) -> None:
-        if replica.wakes_at == when:  # else another time is better, or it has died
+        if replica.wakes_at == when:  # else another event wakes it, or it has died
             replica.wakes_at = None
             self._take_answers(replica)
             self._wake_later(replica)
