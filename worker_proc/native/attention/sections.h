@@ -98,9 +98,9 @@ struct Positions {
   int begin, end;
 };
 
-// A row's softmax over some positions. Weights are relative to `maximum`, the greatest score; the
-// kernels on pairs let scores exceed it by up to kRescaleThreshold. weight_sum is 0 if no position is
-// visible.
+// A row's softmax over some positions. Weights are relative to `maximum`, the greatest score or one that
+// is lower by at most kRaiseThreshold (float_tile.h) or, in kernels on pairs, kRescaleThreshold
+// (pair_tile.h). weight_sum is 0 if no position is visible.
 struct RowSums {
   float maximum, weight_sum;
   float* values;  // the sums of weighted values, in whole vectors
