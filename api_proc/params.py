@@ -12,8 +12,8 @@ from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams, ThinkingBud
 
 MAX_WORD_TOKENS = 1024
 MAX_BAD_TOKENS = 4096
-"""Tokens of all bad words: each of 128 sequences has its own list, here, in the core and in the
-worker, and a token takes 36 bytes in it."""
+"""Most tokens in all bad words of a request. Each of up to 128 sequences has its own list in the
+API, the core and the worker, in which a token takes 36 bytes."""
 
 
 def sampling_params(

@@ -1,7 +1,7 @@
 """Forks the processes of pytest-xdist from one that has imported the tests.
 
-Imports take most of the time before the first test. One process spends it, and none at the end of
-the others, which leave without taking down what they share with it.
+Imports take most of the time before the first test. Here one process imports the tests for all
+others. These exit without destroying the imported modules, which would copy the shared memory.
 """
 
 import atexit

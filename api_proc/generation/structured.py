@@ -243,7 +243,7 @@ def _from_choices(choices: list[str], param: str) -> Grammar:
     for i, choice in enumerate(choices):
         if not choice:
             raise invalid(f"{param}[{i}]", "must hold at least one character")
-    # As one terminal: of rules with thousands of alternatives the compiler refuses too many.
+    # One terminal holds all choices: the compiler refuses rules with thousands of alternatives.
     source = f"start: CHOICE\nCHOICE: {' | '.join(map(_quoted, choices))}\n"
     return Grammar(GrammarKind.LARK, source)
 

@@ -19,7 +19,7 @@ class EncodedLists:
     """The long arrays of one response, or of one part of a stream."""
 
     def __init__(self, *, is_kept: bool = False) -> None:
-        """`is_kept`: an array may belong to several objects; else to the next one alone."""
+        """With `is_kept`, several objects may contain an array; otherwise, only the next one."""
         self._is_kept = is_kept
         self._slices: list[list[bytes]] = []
 

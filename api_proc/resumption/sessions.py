@@ -339,7 +339,7 @@ class Sessions:
         return self._budget.open(num_bytes, holder=origin)
 
     def _in_the_way(self, num_bytes: int, origin: str | None) -> list[Session]:
-        """Return the sessions whose removal makes room for a request of a client; none: none do.
+        """Return the sessions whose removal makes room for a request; an empty list if none does.
 
         The client's own ones come first. Those of others are removed only as far as the bounds of
         all are reached, and only if the shares of this client permit the request then.

@@ -48,9 +48,9 @@ class _Pattern:
         """Length of the longest prefix of the stop string with which the text ends."""
         self.end = 0
         self._fallbacks = [0]
-        """For the first prefixes of the text: the length of the longest proper prefix of each that
-        is also its suffix. A request may have 128 sequences with 64 long texts each, of which most
-        never match more than a few characters."""
+        """For each prefix of the stop string, the length of its longest proper prefix that is also
+        its suffix. The list grows with `num_matched`: a request may have 128 sequences with 64 long
+        stop strings each, most of which never match more than a few characters."""
 
     def push(self, piece: str) -> int:
         """Return the position in `piece` at which the stop string ends, or `len(piece) + 1`."""

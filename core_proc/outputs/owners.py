@@ -36,7 +36,7 @@ class Owners:
 
     def __init__(self) -> None:
         self._open: dict[Client, dict[int, int]] = {}
-        """The engine's number of each client's request, by the client's number of it."""
+        """The engine's number of each open request, by client and by the client's number."""
         self._outgoing: list[tuple[Client, CoreToClient]] = []
 
     @property

@@ -203,7 +203,7 @@ def test_a_successor_may_report_while_its_predecessor_and_a_client_are_mourned(
     bench.until(lambda: len(other.statuses) > before)
 
 
-def test_a_predecessor_that_dies_late_is_nobodys_death(bench: Bench) -> None:
+def test_a_predecessor_that_dies_late_is_not_counted_as_a_death(bench: Bench) -> None:
     """It does not wake every later poll either."""
     old = bench.worker(5)
     bench.worker(6)

@@ -156,7 +156,7 @@ def test_start_without_progress_is_killed_and_progress_extends_it() -> None:
     assert drill.wait(100.0) == []
 
 
-def test_time_in_which_the_supervisor_stood_still_is_nobodys_fault() -> None:
+def test_time_in_which_the_supervisor_stood_still_counts_against_no_process() -> None:
     """It was stopped, or the machine was: a starting process keeps its remaining time."""
     drill = Drill()
     drill.receive(CORE, Ready())
