@@ -109,7 +109,7 @@ def _is_expected(
     expected = [generate(model, prompt, num_tokens) for prompt in prompts]
     if model.config.model_type in DECIDED_BY_FORWARD:
         return all(
-            output == own or is_greedy(model, prompt, output)
+            output == own or is_greedy(model, prompt, output, num_tokens)
             for prompt, own, output in zip(prompts, expected, outputs, strict=True)
         )
     return outputs == expected

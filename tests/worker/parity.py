@@ -81,8 +81,17 @@ def generate(model: PreTrainedModel, prompt: list[int], max_tokens: int) -> list
 
 
 @torch.inference_mode()
-def is_greedy(model: PreTrainedModel, prompt: list[int], output: list[int]) -> bool:
-    """Return whether each token is the most likely one in transformers' forward over all."""
+def is_greedy(
+    model: PreTrainedModel, prompt: list[int], output: list[int], max_tokens: int
+) -> bool:
+    """Return whether each token is the most likely one in transformers' forward over all.
+
+    The output must end at the first token that ends a text, or else after `max_tokens`.
+    """
+    if not output or len(output) > max_tokens or output != _until_end(model, output):
+        return False
+    if len(output) < max_tokens and output[-1] not in _end_tokens(model):
+        return False
     _forget_states(model)
     rows = model(torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0]
     likeliest: list[int] = rows[len(prompt) - 1 :].argmax(-1).tolist()
@@ -102,7 +111,9 @@ def generate_all(
     except Exception:  # the code of some models takes no padded prompts
         return [generate(model, prompt, max_tokens) for prompt in prompts]
     return [
-        tokens if is_greedy(model, prompt, tokens) else generate(model, prompt, max_tokens)
+        tokens
+        if is_greedy(model, prompt, tokens, max_tokens)
+        else generate(model, prompt, max_tokens)
         for prompt, tokens in zip(prompts, candidates, strict=True)
     ]
 
@@ -124,13 +135,19 @@ def _generate_padded(
         do_sample=False,
         pad_token_id=0,
     )
+    return [_until_end(model, tokens) for tokens in output[:, longest:].tolist()]
+
+
+def _until_end(model: PreTrainedModel, tokens: list[int]) -> list[int]:
+    """Return the tokens up to the first one that ends a text, or all of them."""
+    ends = _end_tokens(model)
+    places = (place for place, token in enumerate(tokens) if token in ends)
+    return tokens[: next(places, len(tokens)) + 1]
+
+
+def _end_tokens(model: PreTrainedModel) -> set[int]:
     end = model.generation_config.eos_token_id
-    ends = {end} if isinstance(end, int) else {*(end or ())}
-    continuations: list[list[int]] = []
-    for tokens in output[:, longest:].tolist():
-        places = [place for place, token in enumerate(tokens) if token in ends]
-        continuations.append(tokens[: places[0] + 1] if places else tokens)
-    return continuations
+    return {end} if isinstance(end, int) else {*(end or ())}
 
 
 def parity_config(

@@ -1,17 +1,34 @@
 """Greedy tokens equal those of transformers' `generate`, however the scheduler cuts the work."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.worker.checkpoints import ARCHITECTURES, LATENT_NAMES, Architecture
+from tests.worker.checkpoints import (
+    ARCHITECTURES,
+    LATENT_NAMES,
+    Architecture,
+    build_checkpoint,
+)
 from tests.worker.compressed_models import DEEPSEEK_V4
 from tests.worker.driving import drive
 from tests.worker.families import FAMILIES
 from tests.worker.own_attention_models import KINDS as OWN_KINDS
 from tests.worker.own_attention_models import OWN_ATTENTION
-from tests.worker.parity import GREEDY, NUM_PROMPTS, ROOMY, TIGHT, Serve, modes_of, parity_config
+from tests.worker.parity import (
+    GREEDY,
+    MAX_TOKENS,
+    NUM_PROMPTS,
+    ROOMY,
+    TIGHT,
+    Serve,
+    generate,
+    is_greedy,
+    modes_of,
+    parity_config,
+)
 from tests.worker.recurrent_models import KINDS, RECURRENT, RECURRENT_LATENT_NAMES
 from tests.worker.runners import make_runners
 
@@ -56,6 +73,27 @@ def test_outputs_equal_generate_in_every_mode(architecture: Architecture, serve:
     if any(group.window is None and not group.is_state for group in groups):
         # Where all layers have windows, even a tiny pool may be enough.
         assert num_preemptions[TIGHT] > 0 == num_preemptions[ROOMY]
+
+
+def test_a_greedy_output_is_neither_cut_nor_continued(tmp_path: Path) -> None:
+    """It ends at the first token that ends a text, or after the maximum number of tokens."""
+    model = build_checkpoint(tmp_path, ARCHITECTURES[0].config())
+    prompt = [5, 9, 200]
+    model.generation_config.eos_token_id = None
+    whole = generate(model, prompt, MAX_TOKENS)
+    model.generation_config.eos_token_id = end = whole[MAX_TOKENS // 2]
+    ended = generate(model, prompt, MAX_TOKENS)
+    assert ended == whole[: whole.index(end) + 1]
+
+    def greedy_lengths() -> list[int]:
+        lengths = range(MAX_TOKENS + 1)
+        return [n for n in lengths if is_greedy(model, prompt, whole[:n], MAX_TOKENS)]
+
+    assert greedy_lengths() == [len(ended)]
+    assert not is_greedy(model, prompt, whole, MAX_TOKENS - 1)
+    assert not is_greedy(model, prompt, [*ended[:-1], end + 1], MAX_TOKENS)
+    model.generation_config.eos_token_id = None
+    assert greedy_lengths() == [MAX_TOKENS]
 
 
 def assert_varied(outputs: Sequence[list[int]]) -> None:

@@ -12,7 +12,15 @@ from transformers import LlamaConfig
 from tests.families.configs import small_config
 from tests.worker.checkpoints import SHAPE, build_checkpoint, load_model
 from tests.worker.driving import drive
-from tests.worker.parity import GREEDY, MODES, ROOMY, is_greedy, make_prompts, make_runner
+from tests.worker.parity import (
+    GREEDY,
+    MAX_TOKENS,
+    MODES,
+    ROOMY,
+    is_greedy,
+    make_prompts,
+    make_runner,
+)
 from worker_proc.errors import CheckpointError
 
 WEIGHTS = "model.safetensors"
@@ -35,7 +43,7 @@ def test_the_part_that_thinks_is_served(tmp_path: Path) -> None:
     prompts = make_prompts()
     outputs = drive(make_runner(tmp_path, ROOMY), prompts, GREEDY, **MODES["chunked"][1])
     for prompt, output in zip(prompts, outputs.output_token_ids, strict=True):
-        assert is_greedy(model, prompt, output)
+        assert is_greedy(model, prompt, output, MAX_TOKENS)
 
 
 def test_tensors_that_the_part_does_not_have_are_refused(tmp_path: Path) -> None:

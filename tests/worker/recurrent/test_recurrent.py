@@ -1,6 +1,5 @@
 """Models with recurrent layers: states, their blocks, and what is refused."""
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from tests.worker.driving import drive, drive_with_errors
 from tests.worker.parity import (
     BLOCK_SIZE,
     GREEDY,
+    MAX_TOKENS,
     MODES,
     ROOMY,
     Serve,
@@ -242,7 +242,8 @@ def assert_greedy_in_every_mode(directory: Path, config: PretrainedConfig) -> No
     runner = make_runner(directory, ROOMY)
     for mode in ("whole_prompts", "chunked", "prefix_cache"):
         outputs = drive(runner, prompts, GREEDY, **MODES[mode][1]).output_token_ids
-        assert all(map(partial(is_greedy, model), prompts, outputs)), mode
+        for prompt, output in zip(prompts, outputs, strict=True):
+            assert is_greedy(model, prompt, output, MAX_TOKENS), mode
 
 
 def test_the_number_of_state_blocks() -> None:
