@@ -223,12 +223,13 @@ TYPES = (
     # with indexers
     *("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"),
     # with towers
-    *("aria", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
+    *("aria", "audioflamingo3", "cohere2_vision", "cosmos3_edge", "cosmos3_omni", "deepseek_vl"),
     *("deepseek_vl_hybrid", "exaone4_5", "fun_asr_nano", "fuyu", "glmasr", "got_ocr2"),
     "granite_docling",
     *("granite_speech", "granite_speech_plus", "hyperclovax_vision_v2", "idefics2", "lfm3_vl"),
     *("lighton_ocr", "llava_next_video", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
-    *("minimax_m3_vl", "moss_transcribe_diarize", "ovis2", "phi4_multimodal", "pp_chart2table"),
+    *("minimax_m3_vl", "moss_transcribe_diarize", "musicflamingo", "ovis2", "phi4_multimodal"),
+    "pp_chart2table",
     *(
         "qianfan_ocr",
         "qwen2_audio",

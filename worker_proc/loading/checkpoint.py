@@ -21,10 +21,11 @@ _CONFIG_DTYPES = (*DTYPES, "float64")
 _STORED_DTYPES = frozenset({"F64", "F32", "BF16", "F16"})
 INDEX_DTYPES = frozenset({"I64", "BOOL"})
 """Dtypes of buffers with indices and choices, for example in vision towers; weights have others."""
+_POSITIONS = ("max_position_embeddings", "n_positions")
 _MIN_VALUES: dict[str, int] = {
     **dict.fromkeys(("vocab_size", "hidden_size", "n_embd", "num_hidden_layers", "n_layer"), 1),
     **dict.fromkeys(("num_attention_heads", "n_head", "num_key_value_heads", "head_dim"), 1),
-    **dict.fromkeys(("max_position_embeddings", "n_positions"), 2),
+    **dict.fromkeys(_POSITIONS, 2),
 }
 """Integer keys of config.json, and the smallest valid value of each."""
 _UNUSED_BUFFER = re.compile(
@@ -43,9 +44,13 @@ def check_config_files(directory: str) -> None:
     if not path.is_file():
         raise CheckpointError(f"{directory} holds no config.json")
     config = read_object(path)
-    _check_section(path, "", config)
-    if (text_config := config.get("text_config")) is not None:
+    if (text_config := config.get("text_config")) is None:
+        _check_section(path, "", config)
+    else:
         _require(isinstance(text_config, dict), path, "text_config", text_config, "an object")
+        # The positions beside a text's part are those of sound (Music Flamingo).
+        beside = {key: value for key, value in config.items() if key not in _POSITIONS}
+        _check_section(path, "", beside)
         _check_section(path, "text_config.", text_config)
     generation = Path(directory) / "generation_config.json"
     if generation.is_file():

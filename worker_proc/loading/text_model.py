@@ -6,7 +6,7 @@ reaches, are not built, and their weights are not read (unbuilt_parts.py).
 
 from typing import Any
 
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PretrainedConfig
 from transformers.models.auto.modeling_auto import AutoModelForMultimodalLM
 
 from worker_proc.loading.model_kind import ModelKind, headless_class, model_kind
@@ -36,7 +36,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     """Return the auto class of transformers that finds the model for a configuration.
 
     A configuration with both a causal and a multimodal model gets the causal one, if its text part
-    has a causal model by itself.
+    has a causal model by itself. Some decoders that take sound are only in the list of models with
+    an encoder.
     """
     kind = model_kind(config)
     if kind is not ModelKind.GENERATES:
@@ -44,4 +45,8 @@ def auto_class(config: PretrainedConfig) -> Any:
     is_multimodal = type(config) in AutoModelForMultimodalLM._model_mapping
     of_texts = (config, config.get_text_config(decoder=True))
     is_causal = all(type(one) in AutoModelForCausalLM._model_mapping for one in of_texts)
-    return AutoModelForMultimodalLM if is_multimodal and not is_causal else AutoModelForCausalLM
+    if is_multimodal and not is_causal:
+        return AutoModelForMultimodalLM
+    in_another_list = type(config) in AutoModelForSeq2SeqLM._model_mapping
+    is_alone = in_another_list and type(config) not in AutoModelForCausalLM._model_mapping
+    return AutoModelForSeq2SeqLM if is_alone else AutoModelForCausalLM

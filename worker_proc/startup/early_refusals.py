@@ -63,9 +63,11 @@ _ENCODERS = _NO_DECODERS.keys() | {
 """Model types that transformers can make decoders of, with the key is_decoder."""
 _ENCODER_DECODERS = frozenset(
     (
-        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart"),
-        *("musicgen", "musicgen_melody", "mvp", "pegasus", "pix2struct", "plbart"),
-        *("pp_formulanet", "prophetnet", "t5gemma2", "udop", "vision-encoder-decoder", "whisper"),
+        *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "encoder-decoder", "fsmt"),
+        *("led", "longt5", "m2m_100", "marian", "mbart", "mt5", "musicgen", "musicgen_melody"),
+        *("mvp", "nllb-moe", "pegasus", "pegasus_x", "pix2struct", "plbart", "pp_formulanet"),
+        *("prophetnet", "seamless_m4t", "seamless_m4t_v2", "switch_transformers", "t5", "t5gemma"),
+        *("t5gemma2", "udop", "umt5", "vision-encoder-decoder", "whisper"),
     )
 )
 """Generating types that have an encoder unless config.json sets is_encoder_decoder to false."""

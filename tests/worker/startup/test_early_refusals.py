@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
 )
 
 from protocol.config import ModelConfig
@@ -201,7 +202,11 @@ def test_types_that_are_not_computed_are_refused(reasons: dict[str, str], tmp_pa
 
 
 def test_each_type_that_writes_texts_is_a_verified_family_or_refused_early(tmp_path: Path) -> None:
-    generating = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+    generating = (
+        MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        | MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+        | MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    )
     rows = (row.split("|") for row in rows_of(PAGE.read_text()).values())
     served = {cell.strip(" `") for row in rows for cell in row[1:3]}  # gpt-sw3 has another type
     for model_type, class_names in generating.items():
@@ -325,7 +330,11 @@ def test_the_lists_have_what_transformers_knows() -> None:
     found = model_types()
     assert found is not None
     assert set(CONFIG_MAPPING) <= found.known
-    generating = {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    generating = {
+        *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        *MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    }
     assert generating <= found.generating
     assert "vit" in found.known - found.generating
 
