@@ -7,7 +7,7 @@ from collections import Counter
 
 from api_proc.errors import ApiError, overloaded
 from protocol.api_core import ErrorCode
-from protocol.turns import SHARE, has_share, largest_share
+from protocol.fairness.shares import SHARE, has_share, largest_share
 
 
 class SharedBound:

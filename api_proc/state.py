@@ -31,8 +31,8 @@ from protocol.client import AsyncEngineClient, ReplicatedClient
 from protocol.client.errors import RequestFailed
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
+from protocol.fairness.shares import has_share, largest_share
 from protocol.lifecycle import HEALTH_HOLDS_S, Health
-from protocol.turns import has_share, largest_share
 
 DEGRADED = "degraded"
 STATUS_FRESH_S = 5.0

@@ -7,7 +7,7 @@ import heapq
 
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
-from protocol.turns import Account
+from protocol.fairness.account import Account
 
 Key = tuple[float, ...]
 

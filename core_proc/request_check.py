@@ -9,8 +9,9 @@ from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, ErrorCode, RequestError
 from protocol.config import EngineConfig
 from protocol.core_worker import ModelFacts
+from protocol.fairness.account import Account
+from protocol.fairness.shares import has_share
 from protocol.request_validation import validate_request
-from protocol.turns import Account, has_share
 
 NO_LORA = "the engine was started without enable_lora"
 

@@ -28,7 +28,7 @@ ALLOWED = {
 }
 PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
-    "protocol": ["config", "stores", "transport", "process", "client"],
+    "protocol": ["fairness", "config", "stores", "transport", "process", "client"],
     "api_proc": [
         *("chat", "fairness", "text", "resumption", "http", "peers", "adapters", "generation"),
         *("pooling", "openai", "responses", "anthropic", "operation", "page", "llm"),

@@ -6,7 +6,8 @@ from contextvars import ContextVar
 
 from api_proc.errors import unavailable
 from protocol.api_core import ErrorCode
-from protocol.turns import Account, Turns
+from protocol.fairness.account import Account
+from protocol.fairness.turns import Turns
 
 MAX_WAIT_S = 60.0
 """Longest wait in one place of the API; then the request is refused with 503."""

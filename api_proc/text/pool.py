@@ -43,9 +43,10 @@ from api_proc.text.jobs import (
 from api_proc.text.shared_ids import shared_ids
 from api_proc.text.tokenizer import TooManyTokens
 from protocol.config import ModelConfig
+from protocol.fairness.account import Account
+from protocol.fairness.turns import Turns
 from protocol.message import unpack_token_array
 from protocol.process.cpu_clock import cpu_seconds
-from protocol.turns import Account, Turns
 
 LIMIT_S = 2.0
 """Processor time for a job of any size."""

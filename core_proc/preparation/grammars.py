@@ -16,8 +16,10 @@ from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
 from protocol.api_core import ErrorCode
 from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
+from protocol.fairness.account import Account
+from protocol.fairness.shares import Shares
+from protocol.fairness.turns import Turns
 from protocol.sampling import Grammar
-from protocol.turns import Account, Shares, Turns
 
 GRAMMAR_PARAM = "grammar"
 """`RequestError.param` of a grammar that cannot be used."""

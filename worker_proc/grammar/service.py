@@ -7,8 +7,7 @@ next lane. The slower lanes are bounded. A lane starts its prover with its first
 What was proven before, for another worker, needs no limit. It has a separate lane with several
 threads, where a grammar that takes long delays neither new ones nor those of other accounts.
 
-In each lane, accounts are served in turns and have a share of the places
-(`protocol.turns`).
+In each lane, accounts are served in turns and have a share of the places (protocol/fairness).
 """
 
 import contextlib
@@ -19,8 +18,10 @@ from collections import deque
 from typing import NamedTuple
 
 from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
+from protocol.fairness.account import Account
+from protocol.fairness.shares import Shares
+from protocol.fairness.turns import Turns
 from protocol.message import MAX_TEXT
-from protocol.turns import Account, Shares, Turns
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.errors import GrammarError
 from worker_proc.grammar.prover import Task

@@ -2,7 +2,9 @@
 
 import pytest
 
-from protocol.turns import Account, Shares, Turns, has_share, largest_share
+from protocol.fairness.account import Account
+from protocol.fairness.shares import Shares, has_share, largest_share
+from protocol.fairness.turns import Turns
 
 A, A2, B = Account("a"), Account("a", "second"), Account("b")
 

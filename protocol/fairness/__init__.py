@@ -1,0 +1,1 @@
+"""How the clients of an engine share what is limited: in turns, and within shares."""
