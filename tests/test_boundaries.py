@@ -50,7 +50,7 @@ STATE_MACHINES = {
         *("kv/load_costs", "kv/offload", "kv/prefix_lookup", "kv/remote_blocks", "kv/swap"),
         *("links/event_log", "links/workers"),
         *("outputs/check", "outputs/owners", "outputs/prompt_progress", "outputs/rows"),
-        *("preparation/adapters", "preparation/grammars"),
+        *("preparation/adapter_turns", "preparation/adapters", "preparation/grammars"),
         *("recovery/quarantine", "recovery/rejections"),
         *("scheduling/admission", "scheduling/due_index", "scheduling/partial_prefills"),
         *("scheduling/draft_limits", "scheduling/speculation", "scheduling/step_costs"),

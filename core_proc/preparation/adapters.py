@@ -1,33 +1,24 @@
-"""Decides which adapters the workers hold, which adapter has a turn, and which requests wait.
+"""Decides which adapters the workers hold, and which requests wait for one.
 
-Theory of operation. An adapter has a turn while requests with it may run; at most `max_loras` have
-one, so a step never has more adapters than that. A request whose adapter has no turn, or is not
-loaded yet, is queued as WAITING_FOR_ADAPTER and keeps its place; all others are admitted meanwhile.
+A request whose adapter is not loaded, or has no turn (adapter_turns.py), is queued as
+WAITING_FOR_ADAPTER and keeps its place; all others are admitted meanwhile.
 
-* A turn begins, in the order in which adapters asked for one, as soon as there is room. It ends
-  when another adapter waits and the last request of the turn has ended.
-* While another adapter waits, a turn takes at most as many further requests as fit in a step, in
-  the order of the scheduling policy. All others wait for the adapter's next turn, also those that
-  came before another adapter waited. So every adapter gets its turn, however many requests there
-  are for the others.
-* Workers hold at most `max_cpu_loras` adapters. The one that was not used for the longest time
-  makes room; one with a turn never does.
+Workers hold at most `max_cpu_loras` adapters. The one that was not used for the longest time makes
+room; one with requests in its turn never does. A lost worker takes its adapters along: their
+requests wait until its successor has loaded them. An adapter that it was loading when it died may
+be the cause: recovery/adapter_trials.py. While such a suspect is loaded, nothing else is computed
+(`holds_steps`).
 
-A lost worker takes its adapters along: their requests wait until its successor has loaded them. An
-adapter that it was loading when it died may be the cause: recovery/adapter_trials.py. While such a
-suspect is loaded, nothing else is computed (`holds_steps`).
 Clients may ask for a load without a request (`load`), to learn whether the adapter can be used. If
 all places are taken by turns, it is only checked.
 """
 
 import enum
-import heapq
-from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from core_proc.outputs.owners import Client
-from core_proc.policy import Key
+from core_proc.preparation.adapter_turns import AdapterRequests, AdapterTurns
 from core_proc.recovery.adapter_trials import AdapterTrials
 from core_proc.request import Request, RequestStatus
 from core_proc.scheduler import Scheduler
@@ -50,17 +41,15 @@ KILLS_WORKERS = "workers died when they loaded it; it is refused until it is loa
 
 Done = Callable[[Client, int, str, ErrorCode], None]
 """Takes a client, the number of its control, and what is wrong, or nothing, with its code."""
-_Row = tuple[Key, int, Request]
-"""A request, after its place in the order of the policy and its id."""
 
 
 class Place(enum.Enum):
     """Where an adapter is, as far as the core knows."""
 
     NOWHERE = enum.auto()
-    CHECKED = enum.auto()
+    CHECKING = enum.auto()
     """The workers are to check it and drop it."""
-    LOADED = enum.auto()
+    LOADING = enum.auto()
     """The workers are to load it, and have not answered."""
     READY = enum.auto()
 
@@ -70,36 +59,21 @@ class _Entry:
     """One adapter, and the requests with it."""
 
     adapter: Adapter
+    requests: AdapterRequests = field(default_factory=AdapterRequests)
     place: Place = Place.NOWHERE
-    has_turn: bool = False
-    num_left: int = 0
-    """Requests that its turn still takes while another adapter waits."""
-    taken: set[Request] = field(default_factory=set)
-    """Requests of its turn. Some of them may have ended."""
-    waiting: list[_Row] = field(default_factory=list)
-    """Requests for its next turn: a heap. Some of them may have ended."""
-    is_cut: bool = False
-    """Whether its turn was limited because another adapter waits; the requests beyond the limit
-    wait for its next turn."""
     callers: list[tuple[Client, int]] = field(default_factory=list)
     """Clients that await the load, each with the number of its control."""
     used_at: int = 0
     is_unwanted: bool = False
     """Whether it is to be dropped once no request has it."""
 
-    def forget_ended(self) -> None:
-        self.taken = {request for request in self.taken if not request.is_finished}
-        if any(request.is_finished for _, _, request in self.waiting):
-            self.waiting = [row for row in self.waiting if not row[2].is_finished]
-            heapq.heapify(self.waiting)
-
     @property
     def is_idle(self) -> bool:
-        return not (self.taken or self.waiting or self.callers)
+        return self.requests.is_empty and not self.callers
 
     @property
     def is_needed(self) -> bool:
-        return bool(self.taken or self.callers)
+        return bool(self.requests.taken or self.callers)
 
 
 class Adapters:
@@ -126,15 +100,11 @@ class Adapters:
             num_taken: maximum number of requests in a turn for which another adapter waits.
         """
         self._scheduler = scheduler
-        self._max_loras = max_loras
+        self._turns = AdapterTurns(scheduler, max_loras=max_loras, num_taken=num_taken)
         self._num_kept = num_kept
-        self._num_taken = num_taken
         self._done = done
         self._trials = trials
         self._entries: dict[int, _Entry] = {}
-        self._with_turn: list[_Entry] = []
-        self._queue: deque[_Entry] = deque()
-        """Adapters that wait for a turn."""
         self._uses = 0
         self._num_ended = 0
         self._has_news = False
@@ -146,12 +116,7 @@ class Adapters:
         """Take a queued request with an adapter; it waits until that is loaded and has a turn."""
         entry = self._entry(adapter)
         entry.is_unwanted = False
-        if entry.has_turn and (not self._queue or entry.num_left > 0):
-            entry.num_left -= bool(self._queue)
-            entry.taken.add(request)
-        else:
-            self._put_waiting(entry, request)
-            self._ask_for_turn(entry)
+        self._turns.add(entry.requests, request)
         self.hold_if_unready(request)
         self._has_news = True
 
@@ -165,22 +130,12 @@ class Adapters:
         entry.used_at = self._uses
         return entry
 
-    def _put_waiting(self, entry: _Entry, request: Request) -> None:
-        row = self._scheduler.policy.order(request), request.req_id, request
-        heapq.heappush(entry.waiting, row)
-
-    def _ask_for_turn(self, entry: _Entry) -> None:
-        if not entry.has_turn and entry not in self._queue:
-            self._queue.append(entry)
-            for other in self._with_turn:
-                self._cut(other)
-
     def hold_if_unready(self, request: Request) -> bool:
         """Block a request's admission if its adapter is not ready; return whether it is blocked."""
         if request.adapter_id == 0:
             return False
         entry = self._entries[request.adapter_id]
-        if entry.place is Place.READY and request in entry.taken:
+        if entry.place is Place.READY and request in entry.requests.taken:
             return False
         self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
         return True
@@ -188,10 +143,7 @@ class Adapters:
     def waits_for_others(self, request: Request) -> bool:
         """Return whether a request gets its turn only after requests of other adapters end."""
         entry = self._entries.get(request.adapter_id)
-        if entry is None or request in entry.taken or request.is_finished:
-            return False
-        busy = [e for e in self._with_turn if any(not r.is_finished for r in e.taken)]
-        return entry.has_turn or len(busy) >= self._max_loras
+        return entry is not None and self._turns.waits_for_others(entry.requests, request)
 
     def refuses(self, adapter: Adapter) -> bool:
         """Return whether workers have died of the load of an adapter."""
@@ -242,10 +194,11 @@ class Adapters:
         """
         running, waiting = list[str](), list[str]()
         for entry in self._entries.values():
-            statuses = {request.status for request in entry.taken if not request.is_finished}
+            requests = entry.requests
+            statuses = {request.status for request in requests.taken if not request.is_finished}
             if RequestStatus.RUNNING in statuses:
                 running.append(entry.adapter.name)
-            has_waiting = any(not request.is_finished for _, _, request in entry.waiting)
+            has_waiting = any(not request.is_finished for _, _, request in requests.waiting)
             if has_waiting or statuses - {RequestStatus.RUNNING}:
                 waiting.append(entry.adapter.name)
         return running[:MAX_NAMES], waiting[:MAX_NAMES]
@@ -265,61 +218,27 @@ class Adapters:
         """
         num_ended = self._scheduler.num_ended
         has_ended, self._num_ended = num_ended != self._num_ended, num_ended
-        is_awaited = bool(self._queue) or any(e.is_unwanted for e in self._entries.values())
+        is_unwanted = any(entry.is_unwanted for entry in self._entries.values())
+        is_awaited = self._turns.are_awaited or is_unwanted
         if not self._has_news and not (has_ended and is_awaited) and not self._awaits_quiet:
             return [], []
         self._has_news = False
         for entry in self._entries.values():
-            entry.forget_ended()
-        unblocked = self._pass_turns()
+            entry.requests.forget_ended()
+        joined = self._turns.pass_on()
+        unblocked = [request for request in joined if self._release_if_ready(request)]
         messages = [*self._unload_unwanted(), *self._load_needed(is_searching=is_searching)]
         self._entries = {
             adapter_id: entry
             for adapter_id, entry in self._entries.items()
-            if entry.has_turn or entry.place is not Place.NOWHERE or not entry.is_idle
+            if entry.requests.has_turn or entry.place is not Place.NOWHERE or not entry.is_idle
         }
         return messages, unblocked
 
-    def _pass_turns(self) -> list[Request]:
-        """Let turns end and begin; returns requests that may be admitted now."""
-        self._queue = deque(entry for entry in self._queue if entry.waiting)
-        if self._queue:
-            for entry in self._with_turn:
-                entry.has_turn = bool(entry.taken)
-                if not entry.has_turn and entry.waiting:
-                    self._queue.append(entry)
-            self._with_turn = [entry for entry in self._with_turn if entry.has_turn]
-        while self._queue and len(self._with_turn) < self._max_loras:
-            entry = self._queue.popleft()
-            entry.has_turn, entry.num_left = True, self._num_taken
-            entry.is_cut = True  # it has taken nothing yet
-            self._with_turn.append(entry)
-        return [request for entry in self._with_turn for request in self._take_waiting(entry)]
-
-    def _cut(self, entry: _Entry) -> None:
-        """Limit a turn to some further requests, because another adapter waits."""
-        if entry.is_cut:
-            return
-        entry.is_cut = True
-        order = self._scheduler.policy.order
-        others = [request for request in entry.taken if not _has_begun(request)]
-        others.sort(key=lambda request: (order(request), request.req_id))
-        for request in others[entry.num_left :]:
-            entry.taken.remove(request)
-            self._put_waiting(entry, request)
-            self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
-        entry.num_left -= len(others[: entry.num_left])
-
-    def _take_waiting(self, entry: _Entry) -> Iterable[Request]:
-        """Let requests join the turn of their adapter; yields those that may be admitted now."""
-        if not self._queue:
-            entry.is_cut, entry.num_left = False, self._num_taken
-        while entry.waiting and (not self._queue or entry.num_left > 0):
-            entry.num_left -= bool(self._queue)
-            _, _, request = heapq.heappop(entry.waiting)
-            entry.taken.add(request)
-            if entry.place is Place.READY and self._release(request):
-                yield request
+    def _release_if_ready(self, request: Request) -> bool:
+        """Unblock a request in its adapter's turn if it waits for a loaded adapter."""
+        is_ready = self._entries[request.adapter_id].place is Place.READY
+        return is_ready and self._release(request)
 
     def _release(self, request: Request) -> bool:
         """Unblock a request if it waits for its adapter; return whether it did."""
@@ -335,9 +254,7 @@ class Adapters:
 
     def _drop(self, entry: _Entry) -> UnloadAdapter:
         entry.place = Place.NOWHERE
-        if entry.has_turn:
-            entry.has_turn = False
-            self._with_turn.remove(entry)
+        self._turns.end(entry.requests)
         return UnloadAdapter(entry.adapter.adapter_id)
 
     def _load_needed(self, *, is_searching: bool) -> Iterable[LoadAdapter | UnloadAdapter]:
@@ -350,7 +267,7 @@ class Adapters:
             return
         for entry in suspects or needed:
             places = [e.place for e in self._entries.values()]
-            num_sent = places.count(Place.LOADED) + places.count(Place.CHECKED)
+            num_sent = places.count(Place.LOADING) + places.count(Place.CHECKING)
             if num_sent >= (1 if is_alone else MAX_SENT):
                 return
             messages = self._load(entry)
@@ -363,40 +280,40 @@ class Adapters:
         """Whether the workers compute or load anything."""
         places = (entry.place for entry in self._entries.values())
         return bool(self._scheduler.in_flight) or any(
-            place in (Place.LOADED, Place.CHECKED) for place in places
+            place in (Place.LOADING, Place.CHECKING) for place in places
         )
 
     def _load(self, entry: _Entry) -> list[LoadAdapter | UnloadAdapter]:
         """Return the message that loads or checks an adapter, if that is possible now."""
         messages: list[LoadAdapter | UnloadAdapter] = []
-        held = [e for e in self._entries.values() if e.place in (Place.LOADED, Place.READY)]
+        held = [e for e in self._entries.values() if e.place in (Place.LOADING, Place.READY)]
         if len(held) >= self._num_kept:
             # One whose requests wait for its next turn makes room, too, if no other can.
-            unused = [e for e in held if e.place is Place.READY and not e.taken]
+            unused = [e for e in held if e.place is Place.READY and not e.requests.taken]
             if unused:
-                unused_first = min(unused, key=lambda e: (bool(e.waiting), e.used_at))
+                unused_first = min(unused, key=lambda e: (bool(e.requests.waiting), e.used_at))
                 messages.append(self._drop(unused_first))
-            elif entry.taken:
+            elif entry.requests.taken:
                 return []  # what is being loaded without a request will be idle
             else:
-                entry.place = Place.CHECKED
+                entry.place = Place.CHECKING
                 return [LoadAdapter(entry.adapter, keeps=False)]
-        entry.place = Place.LOADED
+        entry.place = Place.LOADING
         return [*messages, LoadAdapter(entry.adapter)]
 
     def loaded(self, message: AdapterLoaded) -> list[Request]:
         """Handle the workers' answer; return the requests that may be admitted now."""
         entry = self._entries.get(message.adapter_id)
-        if entry is None or entry.place not in (Place.CHECKED, Place.LOADED):
+        if entry is None or entry.place not in (Place.CHECKING, Place.LOADING):
             return []
         self._has_news = True
         self._trials.answered(message.adapter_id)
-        is_kept = entry.place is Place.LOADED and not message.error
+        is_kept = entry.place is Place.LOADING and not message.error
         entry.place = Place.READY if is_kept else Place.NOWHERE
         self._answer(entry, message.error)
         if not is_kept:
             return []
-        return [request for request in entry.taken if self._release(request)]
+        return [request for request in entry.requests.taken if self._release(request)]
 
     def _answer(self, entry: _Entry, error: str, code: ErrorCode = ErrorCode.INVALID) -> None:
         """Answer the clients that asked for a load; an error also fails the adapter's requests."""
@@ -405,7 +322,7 @@ class Adapters:
             self._done(client, number, error, code)
         if error:
             text = f"adapter {entry.adapter.name!r}: {error}"
-            for request in (*entry.taken, *(row[2] for row in entry.waiting)):
+            for request in entry.requests.all():
                 self._scheduler.fail_request(request.req_id, text, code, ADAPTER_PARAM)
 
     def attribute_death(self, *, is_fault: bool) -> None:
@@ -422,12 +339,7 @@ class Adapters:
         self._awaits_quiet = False
         self._trials.workers_lost()
         for entry in self._entries.values():
-            entry.forget_ended()
+            entry.requests.forget_ended()
             entry.place = Place.NOWHERE
-            for request in entry.taken:
+            for request in entry.requests.taken:
                 self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
-
-
-def _has_begun(request: Request) -> bool:
-    holds_blocks = (RequestStatus.RUNNING, RequestStatus.WAITING_FOR_REMOTE_KV)
-    return request.is_finished or request.status in holds_blocks or request.has_begun()

@@ -320,20 +320,20 @@ MUTATIONS = (
     ),
     Mutation(
         "a turn keeps all requests that it had when another adapter asked for one",
-        "preparation/adapters.py",
-        "for request in others[entry.num_left :]:",
+        "preparation/adapter_turns.py",
+        "for request in others[requests.num_left :]:",
         "for request in []:",
     ),
     Mutation(
         "requests join a turn past its bound",
-        "preparation/adapters.py",
-        "if entry.has_turn and (not self._queue or entry.num_left > 0):",
-        "if entry.has_turn:",
+        "preparation/adapter_turns.py",
+        "if requests.has_turn and (not self._queue or requests.num_left > 0):",
+        "if requests.has_turn:",
     ),
     Mutation(
         "an adapter whose requests run makes room",
         "preparation/adapters.py",
-        "unused = [e for e in held if e.place is Place.READY and not e.taken]",
+        "unused = [e for e in held if e.place is Place.READY and not e.requests.taken]",
         "unused = [e for e in held if e.place is Place.READY]",
     ),
     Mutation(

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from core_proc.preparation.adapters import Adapters
+from core_proc.preparation.adapter_turns import AdapterTurns
 from core_proc.request import Request
 from protocol.adapters import Adapter
 from protocol.client import AsyncEngineClient
@@ -219,19 +219,20 @@ class TurnWatch:
         self._begun: set[int] = set()
         self._waits: dict[int, _Wait] = {}
 
-    def scheduled(self, adapters: Adapters, step: SchedulerOutput) -> None:
+    def scheduled(self, turns: AdapterTurns, step: SchedulerOutput) -> None:
         """Follow a step.
 
         Raises:
             Violation: an adapter is passed over.
         """
         waits = {}
-        for place, entry in enumerate(adapters._queue, len(adapters._with_turn)):
-            requests = {row[2] for row in entry.waiting if not row[2].is_finished}
-            wait = self._waits.get(entry.adapter.adapter_id)
+        for place, queued in enumerate(turns._queue, len(turns._with_turn)):
+            adapter_id = queued.waiting[0][2].adapter_id
+            requests = {row[2] for row in queued.waiting if not row[2].is_finished}
+            wait = self._waits.get(adapter_id)
             if wait is None or not wait.requests & requests:
                 wait = _Wait(requests, place * self._max_num_seqs)
-            waits[entry.adapter.adapter_id] = wait
+            waits[adapter_id] = wait
         self._waits = waits
         for new in step.scheduled_new_reqs:
             is_resumed = len(new.token_ids) > 4 * new.num_prompt_tokens

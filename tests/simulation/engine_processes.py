@@ -139,7 +139,7 @@ class CheckedEngine(EngineCore):
     def schedule(self) -> SchedulerOutput | None:
         step = super().schedule()
         if step is not None and self._loads is not None:
-            self._turns.scheduled(self.adapters, step)
+            self._turns.scheduled(self.adapters._turns, step)
         return step
 
     def update(self, output: ModelRunnerOutput) -> dict[bytes, StepOutputs]:

@@ -19,6 +19,7 @@ from core_proc.links.worker_link import WorkerLink
 from core_proc.loop import CoreLoop
 from core_proc.outputs import rows
 from core_proc.pausing import Pausing
+from core_proc.preparation.adapter_turns import AdapterTurns
 from core_proc.preparation.adapters import Adapters
 from core_proc.preparation.grammars import Grammars
 from core_proc.recovery.adapter_trials import REFUSED_POINTS, AdapterTrials
@@ -210,7 +211,7 @@ def _forget_adapters() -> list[Place]:
 
 def _keep_turns() -> list[Place]:
     """A turn keeps all requests that it had when another adapter asked for one."""
-    return [(Adapters, "_cut", lambda adapters, entry: None)]
+    return [(AdapterTurns, "_cut", lambda turns, requests: None)]
 
 
 def _share_prefixes() -> list[Place]:
