@@ -1,8 +1,7 @@
 """The sockets by which the API processes of one engine reach each other, in its run directory.
 
 A socket's name has the index of its process, and its epoch in hexadecimal: it is short, as the
-system bounds the path. For a while there are two with one
-index: a successor, and the predecessor that finishes its requests.
+system bounds the path. Two sockets have one index while a predecessor finishes its requests.
 """
 
 import os

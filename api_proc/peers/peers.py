@@ -5,17 +5,16 @@ there concerns only itself, and is never forwarded again.
 """
 
 import asyncio
-import enum
-import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from api_proc.errors import ApiError, overloaded, unavailable
-from api_proc.http.connection import ORIGIN_HEADER, Connection
+from api_proc.http.connection import Connection
 from api_proc.http.request_ids import RequestIds
 from api_proc.peers.directory import Directory, Peer
 from api_proc.peers.exchange import Exchange
+from api_proc.peers.relay import Relay
 
 ASK_TIMEOUT_S = 0.5
 """Longest wait for an answer that is a part of a sum."""
@@ -24,18 +23,8 @@ HEAD_TIMEOUT_S = 5.0
 MAX_FORWARDED = 1024
 MAX_ASKED = 32
 """Maximum number of questions to other processes at a time: each takes a descriptor."""
-_CONNECT_TIMEOUT_S = 1.0
 _MAX_ANSWER_BYTES = 2**22
 _RETRY_S = 0.05
-_NOT_FORWARDED = frozenset(
-    {b"connection", b"keep-alive", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"expect"}
-    | {b"host", b"content-length", b"x-request-id", b"authorization", b"x-api-key", ORIGIN_HEADER}
-)
-_NOT_RETURNED = frozenset(
-    {b"connection", b"transfer-encoding", b"date", b"x-request-id", b"request-id"}
-)
-
-log = logging.getLogger("troika.api")
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,30 +140,14 @@ class Peers:
         if is_own and not peers:
             return False
         deadline = asyncio.get_running_loop().time() + self._owner_timeout_s
-        opened: list[Exchange] = []
-
-        def close() -> None:
-            for exchange in opened:
-                exchange.close()
-
-        connection.watch(close)
+        relay = Relay(connection, body, timeout_s)
+        connection.watch(relay.close)
         with self._counted():
             while not connection.disconnected:
-                without: list[Peer] = []
-                for peer in peers:
-                    outcome = await _relay(connection, peer, body, timeout_s, opened)
-                    if outcome is _Outcome.ANSWERED:
-                        return True
-                    if outcome is _Outcome.NOT_FOUND:  # its predecessor may know the request
-                        without.append(peer)
+                if await relay.try_all(peers, passes_404=not is_own):
+                    return True
                 if is_own:
                     return False
-                for peer in without:
-                    outcome = await _relay(
-                        connection, peer, body, timeout_s, opened, takes_any=True
-                    )
-                    if outcome is _Outcome.ANSWERED:
-                        return True
                 if asyncio.get_running_loop().time() >= deadline:
                     raise _owner_is_silent(owner)
                 await asyncio.sleep(_RETRY_S)
@@ -199,58 +172,3 @@ class Peers:
 def _owner_is_silent(owner: int) -> ApiError:
     text = f"the API process {owner}, which owns the request, does not answer"
     return unavailable(text, "recovering")
-
-
-class _Outcome(enum.Enum):
-    """What became of an attempt to forward a request."""
-
-    ANSWERED = enum.auto()
-    """The client has the answer, or has disconnected."""
-    NOT_FOUND = enum.auto()
-    UNREACHABLE = enum.auto()
-
-
-async def _relay(
-    connection: Connection,
-    peer: Peer,
-    body: bytes,
-    timeout_s: float | None,
-    opened: list[Exchange],
-    *,
-    takes_any: bool = False,
-) -> _Outcome:
-    """Pass the answer of a process on; a 404 only with `takes_any`.
-
-    `opened` gets the connection to the process, to be closed if the client disconnects.
-    """
-    try:
-        async with asyncio.timeout(_CONNECT_TIMEOUT_S):
-            exchange = await Exchange.open(peer.path)
-    except (OSError, TimeoutError):
-        return _Outcome.UNREACHABLE
-    opened[:] = [exchange]
-    if connection.disconnected:
-        exchange.close()
-        return _Outcome.ANSWERED
-    try:
-        scope = connection.scope
-        query: bytes = scope["query_string"]
-        target = scope["raw_path"] + (b"?" + query if query else b"")
-        fields = [field for field in scope["headers"] if field[0] not in _NOT_FORWARDED]
-        fields.append((b"x-request-id", connection.request_id.encode()))
-        fields.append((ORIGIN_HEADER, connection.origin.encode()))
-        async with asyncio.timeout(timeout_s):
-            await exchange.ask(scope["method"], target, body, fields)
-        if exchange.status == 404 and not takes_any:
-            return _Outcome.NOT_FOUND
-        headers = [field for field in exchange.headers if field[0] not in _NOT_RETURNED]
-        await connection.send_stream(exchange.status, headers, exchange.pieces())
-    except (OSError, TimeoutError):  # the other process has died, or is about to be killed
-        if connection.response_started and not connection.disconnected:
-            log.info("the owner of request %s has died", connection.request_id)
-            await connection.abort()
-        is_over = connection.response_started or connection.disconnected
-        return _Outcome.ANSWERED if is_over else _Outcome.UNREACHABLE
-    finally:
-        exchange.close()
-    return _Outcome.ANSWERED
