@@ -31,7 +31,7 @@ SUBPACKAGES = {
     "protocol": ["fairness", "config", "stores", "transport", "process", "client"],
     "api_proc": [
         *("chat", "fairness", "text", "resumption", "http", "peers", "adapters", "generation"),
-        *("pooling", "openai", "responses", "anthropic", "operation", "page", "llm"),
+        *("pooling", "openai", "responses", "anthropic", "operation", "page", "llm", "process"),
     ],
     "core_proc": ["kv", "scheduling", "recovery", "outputs", "preparation", "links"],
     "worker_proc": [

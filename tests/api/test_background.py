@@ -1,10 +1,10 @@
-"""What runs beside the server."""
+"""Work alongside the server of an API process."""
 
 import asyncio
 from types import SimpleNamespace
 from typing import cast
 
-from api_proc.__main__ import _begin
+from api_proc.process.background import begin
 from protocol.process.child_runtime import ChildProcess
 
 
@@ -17,7 +17,7 @@ def test_work_that_fails_ends_the_process_and_work_that_is_cancelled_does_not() 
         raise error
 
     async def run() -> None:
-        failing, lasting = _begin(child, fail()), _begin(child, asyncio.sleep(60))
+        failing, lasting = begin(child, fail()), begin(child, asyncio.sleep(60))
         await asyncio.sleep(0)
         lasting.cancel()
         await asyncio.wait([failing, lasting])

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 import pytest
 
-from api_proc.commands import Commands
+from api_proc.process.commands import Commands
 from protocol.lifecycle import Drain, Health, StatusReply
 
 
