@@ -5,22 +5,19 @@ another depth or on another attention backend; a few depend on the machine more 
 `scripts/test -m slow` runs them and the tests that are marked as slow where they are defined.
 """
 
-import faulthandler
-import gc
 import os
-import sys
-from collections.abc import Generator
-from itertools import chain
-from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 from protocol.config.gpu_defaults import GPU_NODES
-from tests.forking import pytest_xdist_setupnodes
 
-__all__ = ["pytest_xdist_setupnodes"]
+pytest_plugins = [
+    "tests.plugins.file_order",
+    "tests.plugins.forking",
+    "tests.plugins.garbage",
+    "tests.plugins.hangs",
+]
 
 # As in a worker: a thread of OpenMP that waits soon leaves the processor to other processes.
 os.environ.setdefault("GOMP_SPINCOUNT", "2000")
@@ -364,105 +361,9 @@ NAMES = {
 }
 
 
-TESTS = Path(__file__).parent
-
-MANY_OBJECTS = 200_000
-"""Fewer than those of the libraries; tests leave less than this behind."""
-
-LONGEST = [
-    *("remote_blocks", "offload", "lora", "resumption"),
-    *("hangs", "recurrent", "chaos", "stages"),
-    *("parity", "divided_states", "resume", "hub_start"),
-    *("simulation", "scale", "soak", "boundaries"),
-]
-"""Files that come first, so that no process is left with a long one at the end."""
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Add the marks before pytest selects by them, and mix tests that wait with others."""
+    """Add the marks before pytest selects by them."""
     for item in items:
         if item.nodeid in NAMES:
             item.add_marker(pytest.mark.slow)
-    by_file: dict[Path, list[pytest.Item]] = {}
-    for item in items:
-        by_file.setdefault(item.path, []).append(item)
-    items[:] = chain.from_iterable(by_file[path] for path in _mixed(list(by_file)))
-
-
-def _mixed(files: list[Path]) -> list[Path]:
-    """Return files in an order in which several processes use the processors evenly.
-
-    Tests of the whole system wait for processes most of the time, and those of workers compute.
-    """
-    longest = [f"test_{name}.py" for name in LONGEST]
-    groups: dict[str, list[Path]] = {}
-    for path in sorted(files, key=lambda path: path.name not in longest):
-        name = path.relative_to(TESTS).parts[0]
-        groups.setdefault(name if name in ("system", "worker") else "", []).append(path)
-    places = {
-        path: place / len(group) for group in groups.values() for place, path in enumerate(group)
-    }
-    return sorted(files, key=places.__getitem__)
-
-
-@pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
-    """Exempt libraries and collected tests from garbage collections, as many tests start one.
-
-    No collection runs meanwhile: the imports make a million objects, and no garbage.
-    """
-    gc.disable()
-    try:
-        return (yield)
-    finally:
-        gc.freeze()
-        gc.enable()
-
-
-GRACE_S = float(os.environ.get("PYTEST_HANG_GRACE_S", "60"))
-"""How much longer than its timeout a test may hold the interpreter before its process ends."""
-
-_stderr = pytest.StashKey[int]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Keep the descriptor that pytest replaces during a test."""
-    config.stash[_stderr] = os.dup(2)
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
-    """End a process that hangs in C code, and print its stacks: there a timeout has no effect."""
-    limit_s = settings.timeout + GRACE_S
-    faulthandler.dump_traceback_later(limit_s, exit=True, file=item.config.stash[_stderr])
-
-
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol() -> Generator[None, object, object]:
-    """Let a process live on when its test has ended."""
-    try:
-        return (yield)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_unconfigure() -> None:
-    """Let the interpreter collect Triton's objects at its end; nanobind reports those that live."""
-    if "triton" in sys.modules:
-        gc.unfreeze()
-
-
-def pytest_enter_pdb() -> None:
-    """Let a process live as long as it is debugged."""
-    faulthandler.cancel_dump_traceback_later()
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _cheap_collections() -> None:
-    """Exempt all objects again if a test of the previous file has called `gc.unfreeze`."""
-    # `gc.get_freeze_count` would take as long as a collection of the frozen objects.
-    if len(gc.get_objects(generation=2)) > MANY_OBJECTS:
-        gc.collect()
-        gc.freeze()

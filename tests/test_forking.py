@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forking import BOOTSTRAP, HAS_GPU
+from tests.plugins.forking import BOOTSTRAP, HAS_GPU
 
 WORKER = "PYTEST_XDIST_WORKER"
 
