@@ -4,6 +4,7 @@ import http.client
 import json
 import threading
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 from urllib.parse import urlsplit
@@ -87,18 +88,24 @@ def null_tokens(prompt: list[int], num_tokens: int) -> list[int]:
 class NullLoad:
     """Streams of the null model, each with a different prompt."""
 
-    def __init__(self, url: str, num_streams: int, num_tokens: int) -> None:
+    def __init__(
+        self, url: str, num_streams: int, num_tokens: int, *, suffix: Sequence[int] = (6, 7)
+    ) -> None:
+        """Start streams of `num_tokens` tokens, whose prompts end with the same `suffix`."""
         self._num_tokens = num_tokens
-        self._prompts = [[5 + n, 6, 7] for n in range(num_streams)]
+        self._prompts = [[5 + n, *suffix] for n in range(num_streams)]
         self.streams = [
             Stream(url, model="null", prompt=prompt, max_tokens=num_tokens)
             for prompt in self._prompts
         ]
 
-    @property
-    def has_begun(self) -> bool:
-        """Whether every stream has tokens."""
-        return all(stream.token_ids for stream in self.streams)
+    def read(self, num_tokens: int) -> "NullLoad":
+        """Wait until every stream has this number of tokens."""
+        eventually(
+            lambda: all(len(stream.token_ids) >= num_tokens for stream in self.streams),
+            f"every stream has {num_tokens} tokens",
+        )
+        return self
 
     def check(self) -> None:
         """Wait for the ends and assert that every token is right."""
@@ -109,8 +116,8 @@ class NullLoad:
             assert stream.finish_reason == "length"
 
 
-def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
+def loaded(
+    engine: Engine, num_tokens: int = NUM_TOKENS, num_streams: int = NUM_STREAMS
+) -> NullLoad:
     """Start streams and wait until they run."""
-    load = NullLoad(engine.url(), NUM_STREAMS, num_tokens)
-    eventually(lambda: load.has_begun, "every stream has begun")
-    return load
+    return NullLoad(engine.url(), num_streams, num_tokens).read(1)

@@ -1,4 +1,4 @@
-"""An engine that host agents join, and the streams of its replicas."""
+"""An engine that host agents join, and the load of its replicas."""
 
 import os
 import signal
@@ -6,10 +6,10 @@ from pathlib import Path
 
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
 from tests.ports import free_port
-from tests.system.machines.replicated_streams import EXPECTED, PARAMS, prompt_of
-from tests.system.null_load import Stream
+from tests.system.null_load import NullLoad
 
 NUM_STREAMS = 16
+NUM_TOKENS = 200
 FLAGS = ("--null-step-ms", "5", "--data-parallel-size", "0", "--routing-policy", "round_robin")
 
 
@@ -45,21 +45,9 @@ class Head:
         eventually(are_so, f"the replicas are {wanted}")
 
 
-def begin(engine: Engine) -> list[Stream]:
+def begin(engine: Engine) -> NullLoad:
     """Start streams, and wait until all have begun."""
-    streams = [
-        Stream(engine.url(), prompt=prompt_of(number), max_tokens=PARAMS.max_tokens, seed=1)
-        for number in range(NUM_STREAMS)
-    ]
-    eventually(lambda: all(len(one.token_ids) > 10 for one in streams), "all have begun")
-    return streams
-
-
-def check(streams: list[Stream]) -> None:
-    for number, stream in enumerate(streams):
-        stream.join()
-        assert stream.error is None
-        assert stream.token_ids == EXPECTED[number]
+    return NullLoad(engine.url(), NUM_STREAMS, NUM_TOKENS).read(11)
 
 
 def kill_machine(agent: Engine) -> None:

@@ -15,7 +15,7 @@ from protocol.lifecycle import Role
 from scripts.supervisor.model_names import BUNDLED_MODELS
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.system.kills import PROMPTS
-from tests.system.machines.agents import Head, begin, check, kill_machine
+from tests.system.machines.agents import Head, begin, kill_machine
 from tests.system.null_load import Stream
 from tests.system.ranks.test_standby_ranks import ready_pids
 from worker_proc.native.build import build, compiler
@@ -75,11 +75,11 @@ def test_streams_continue_after_kill_9_of_a_rank_and_of_the_core_of_an_agent(
     agent = head.agent("one")
     head.until_states("ready")
     ranks, core = ready_pids(agent, Role.WORKER), agent.pid(Role.CORE)
-    streams = begin(head.engine)
+    load = begin(head.engine)
     os.kill(ranks[1], signal.SIGKILL)
     successors = until_replaced(agent, ranks)
     os.kill(core, signal.SIGKILL)
-    check(streams)
+    load.check()
     assert ready_pids(agent, Role.WORKER) == successors, "the next core has adopted them"
 
 
@@ -138,21 +138,21 @@ def test_ranks_that_were_frozen_answer_nothing_once_others_have_their_name(
     frozen = head.agent("one")
     head.agent("other")
     head.until_states("ready", "ready")
-    streams = begin(head.engine)
+    load = begin(head.engine)
     frozen.status()
     pids = [*frozen.all_pids]
     for pid in pids:
         os.kill(pid, signal.SIGSTOP)
     newer = head.agent("one")
     newer.ready()
-    eventually(lambda: min(len(one.token_ids) for one in streams) > 100, "all have moved")
+    eventually(lambda: min(len(one.token_ids) for one in load.streams) > 100, "all have moved")
     for pid in pids:
         os.kill(pid, signal.SIGCONT)
-    check(streams)
+    load.check()
     assert frozen.process.wait(30) == 0
     assert "another agent has the name one" in frozen.log
     assert not any(map(is_alive, pids))
-    check(begin(head.engine))
+    begin(head.engine).check()
 
 
 @pytest.mark.slow
@@ -164,9 +164,9 @@ def test_a_standby_group_of_an_agent_takes_the_place_of_its_ranks(
     head.until_states("ready")
     for rank in range(2):
         standbys, ranks = (ready_pids(agent, role) for role in (Role.STANDBY, Role.WORKER))
-        streams = begin(head.engine)
+        load = begin(head.engine)
         os.kill(ranks[rank], signal.SIGKILL)
-        check(streams)
+        load.check()
         assert ready_pids(agent, Role.WORKER) == standbys
 
 
@@ -186,4 +186,4 @@ def test_the_engine_joined_logs_why_a_rank_cannot_start_and_the_agent_may_have_o
         other = start_engine.agent(head.address, keys, "--name", "other", *cpus)
         ranks = ready_pids(other, Role.WORKER)
         assert [os.sched_getaffinity(pid) for pid in ranks] == [{own[0]}, {own[1]}]
-        check(begin(head.engine))
+        begin(head.engine).check()

@@ -8,7 +8,7 @@ from protocol.lifecycle import Role
 from protocol.process.machines import members_file
 from scripts.testing import EngineFactory, eventually
 from tests.ports import free_port
-from tests.system.machines.agents import FLAGS, Head, begin, check, kill_machine
+from tests.system.machines.agents import FLAGS, Head, begin, kill_machine
 from tests.system.machines.machine import Machine
 
 
@@ -19,22 +19,22 @@ def test_streams_continue_when_a_machine_dies_or_leaves_and_another_one_joins(
     head = Head(start_engine, keys)
     one, other = head.agent("one"), head.agent("other")
     head.until_states("ready", "ready")
-    streams = begin(head.engine)
+    load = begin(head.engine)
     if is_killed:
         kill_machine(one)
     else:
         one.process.terminate()
     third = head.agent("third")
     third.ready()
-    check(streams)
+    load.check()
     if is_killed:
         start_engine.agent(head.address, keys, "--name", "one")
     else:
         assert one.process.wait(20) == 0
     eventually(lambda: head.engine.readiness()["replicas"].count("ready") >= 2, "it serves")
-    streams = begin(head.engine)
+    load = begin(head.engine)
     kill_machine(other)
-    check(streams)
+    load.check()
 
 
 def test_agents_join_the_successor_of_the_head_with_their_engines_as_they_are(
@@ -43,13 +43,13 @@ def test_agents_join_the_successor_of_the_head_with_their_engines_as_they_are(
     head = Head(start_engine, keys)
     agents = [head.agent("one"), head.agent("other")]
     head.until_states("ready", "ready")
-    check(begin(head.engine))
+    begin(head.engine).check()
     pids = [agent.pid(Role.WORKER) for agent in agents]
     head.engine.process.kill()
     head.engine.process.wait()
     head.start()
     head.until_states("ready", "ready")
-    check(begin(head.engine))
+    begin(head.engine).check()
     assert [agent.pid(Role.WORKER) for agent in agents] == pids
 
 
@@ -72,10 +72,10 @@ def test_of_two_agents_with_one_name_the_older_one_leaves(
     head = Head(start_engine, keys)
     older = head.agent("one")
     head.until_states("ready")
-    streams = begin(head.engine)
+    load = begin(head.engine)
     newer = head.agent("one")
     assert older.process.wait(30) == 0
-    check(streams)
+    load.check()
     newer.ready()
     members = members_file(head.engine.run_dir)
     eventually(lambda: members.read_text().count("tcp://") == 1, "one of them is used")
@@ -92,12 +92,12 @@ def test_replicas_of_a_file_join_and_leave_while_requests_run(
     flags = ("--replica-file", str(file), "--curve-keys", str(keys))
     head = start_engine(*FLAGS, *flags)
     assert head.readiness()["replicas"] == ["ready"]
-    streams = begin(head)
+    load = begin(head)
     file.write_text(f"{machines[1].address}\n")
-    check(streams)
+    load.check()
     eventually(lambda: f"has left: {machines[0].address}" in head.log, "the first has left")
     kill_machine(machines[0].engine)
-    check(begin(head))
+    begin(head).check()
 
 
 def test_without_rays_package_the_start_is_refused_with_a_sentence(

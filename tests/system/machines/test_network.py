@@ -13,7 +13,7 @@ from tests.ports import free_port
 from tests.system import network
 from tests.system.machines.agents import FLAGS, kill_machine
 from tests.system.network import Network
-from tests.system.null_load import Stream, null_tokens
+from tests.system.null_load import NullLoad
 
 pytestmark = [
     pytest.mark.slow,
@@ -24,6 +24,8 @@ NUM_STREAMS = 12
 NUM_TOKENS = 3000
 """More than 15 seconds of them."""
 PARTITION_S = 10.0
+SUFFIX = [*range(700, 730)]
+"""The tokens of all prompts but the first of each."""
 
 
 @pytest.fixture
@@ -32,25 +34,8 @@ def bad_network() -> Iterator[Network]:
         yield made
 
 
-def prompt_of(number: int) -> list[int]:
-    return [number + 900, *range(700, 730)]
-
-
-def begin(head: Engine) -> list[Stream]:
-    streams = [
-        Stream(head.url(), prompt=prompt_of(number), max_tokens=NUM_TOKENS, seed=1)
-        for number in range(NUM_STREAMS)
-    ]
-    eventually(lambda: all(len(one.token_ids) > 100 for one in streams), "all have begun")
-    return streams
-
-
-def check(streams: list[Stream]) -> None:
-    """Assert that every stream has every token once, in order."""
-    for number, stream in enumerate(streams):
-        stream.join()
-        assert stream.error is None
-        assert stream.token_ids == null_tokens(prompt_of(number), NUM_TOKENS)
+def begin(head: Engine) -> NullLoad:
+    return NullLoad(head.url(), NUM_STREAMS, NUM_TOKENS, suffix=SUFFIX).read(101)
 
 
 def test_streams_are_exact_through_delay_loss_a_partition_and_the_death_of_a_machine(
@@ -71,20 +56,20 @@ def test_streams_are_exact_through_delay_loss_a_partition_and_the_death_of_a_mac
         return states == ["ready", "ready"]
 
     eventually(are_ready, "both machines serve")
-    streams = begin(head)
+    load = begin(head)
     bad_network.cut(1)
     cut_at = time.monotonic()
     eventually(lambda: time.monotonic() - cut_at > PARTITION_S, "the partition ends")
     bad_network.cut()
-    check(streams)
-    assert any(one.longest_gap_s(cut_at, cut_at + PARTITION_S) > 1.0 for one in streams)
-    assert max(one.longest_gap_s(cut_at, cut_at + PARTITION_S) for one in streams) < PARTITION_S
+    load.check()
+    gaps_s = [one.longest_gap_s(cut_at, cut_at + PARTITION_S) for one in load.streams]
+    assert 1.0 < max(gaps_s) < PARTITION_S
     eventually(are_ready, "the machine is back")
-    streams = begin(head)
+    load = begin(head)
     kill_machine(agents[1])
-    check(streams)
+    load.check()
     assert bad_network.num_lost > 20
     assert bad_network.has_seen(b"CURVE"), "the listener sees the handshake"
-    assert not bad_network.has_seen(pack_token_ids(prompt_of(0)[1:]))
+    assert not bad_network.has_seen(pack_token_ids(SUFFIX))
     assert not bad_network.has_seen(b"machine-0")
     assert not bad_network.has_seen(b"null")

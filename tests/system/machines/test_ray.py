@@ -13,9 +13,8 @@ from protocol.lifecycle import Role
 from protocol.transport.curve import make_keys
 from scripts.testing import Engine, EngineFactory, RunningEngine, eventually
 from tests.ports import free_port
-from tests.system.machines.agents import begin, check
-from tests.system.machines.replicated_streams import PARAMS, prompt_of
-from tests.system.null_load import Stream
+from tests.system.machines.agents import NUM_TOKENS, begin
+from tests.system.null_load import NullLoad
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 cluster_utils = pytest.importorskip("ray.cluster_utils")
@@ -87,24 +86,24 @@ def test_streams_continue_when_a_machine_of_the_cluster_dies(
 ) -> None:
     served = Served(start_engine, tmp_path, cluster.address, "--replicas", "2")
     served.until_ready(2)
-    streams = begin(served.engine)
+    load = begin(served.engine)
     lost = cluster.list_all_nodes()[1]
     before = served.agents()
     cluster.remove_node(lost, allow_graceful=False)  # its engine serves on, without Ray
-    check(streams)
+    load.check()
     assert served.agents() == before
-    streams = begin(served.engine)
+    load = begin(served.engine)
     names = [f"troika:{served.join}:{number}" for number in range(2)]
     run_dirs = {str(machine.run_dir_of(name, lost.node_id)) for name in names}
     [run_dir] = run_dirs & set(before)
     kill_tree(before.pop(run_dir))  # and now it does not
-    check(streams)
+    load.check()
     cluster.add_node(num_cpus=1)
     served.until_ready(2)
     after = served.agents()
     assert before.items() <= after.items(), "the other one stays"
     assert run_dir not in after, "it is on another machine"
-    check(begin(served.engine))
+    begin(served.engine).check()
     served.stop()
 
 
@@ -115,30 +114,19 @@ def test_engines_come_and_go_with_the_load(
     flags = (*flags, "--grow-after-s", "0.5", "--shrink-after-s", "3")
     served = Served(start_engine, tmp_path, cluster.address, *flags)
     served.until_ready(1)
-    streams = [
-        Stream(
-            served.engine.url(),
-            prompt=prompt_of(number),
-            max_tokens=PARAMS.max_tokens,
-            seed=1,
-        )
-        for number in range(16)
-    ]
+    load = NullLoad(served.engine.url(), 16, NUM_TOKENS)
     served.until_ready(2)
     more = begin_few(served.engine)
-    check(streams)
-    check(more)
+    load.check()
+    more.check()
     served.until_ready(1)
-    check(begin_few(served.engine))
+    begin_few(served.engine).check()
     served.stop()
 
 
-def begin_few(engine: Engine) -> list[Stream]:
+def begin_few(engine: Engine) -> NullLoad:
     """Start as many streams as one engine computes at a time."""
-    return [
-        Stream(engine.url(), prompt=prompt_of(number), max_tokens=PARAMS.max_tokens, seed=1)
-        for number in range(2)
-    ]
+    return NullLoad(engine.url(), 2, NUM_TOKENS)
 
 
 def test_engines_stay_when_the_placer_or_the_head_of_the_cluster_is_gone(
@@ -147,17 +135,17 @@ def test_engines_stay_when_the_placer_or_the_head_of_the_cluster_is_gone(
     served = Served(start_engine, tmp_path, cluster.address, "--replicas", "2")
     served.until_ready(2)
     before = served.agents()
-    streams = begin(served.engine)
+    load = begin(served.engine)
     served.engine.kill(Role.PLACER)
-    check(streams)
+    load.check()
     served.engine.ready()  # the placer, too: it imports Ray first
-    streams = begin(served.engine)
+    load = begin(served.engine)
     cluster.head_node.kill_gcs_server(check_alive=False)
     eventually(
         lambda: "the Ray cluster does not answer" in served.engine.log, "a line reports it", 60
     )
-    check(streams)
-    check(begin(served.engine))
+    load.check()
+    begin(served.engine).check()
     assert served.agents() == before
     served.engine.process.send_signal(signal.SIGTERM)
     served.engine.process.wait(30)
@@ -174,18 +162,18 @@ def test_the_ranks_of_an_engine_have_one_machine_of_the_cluster(
     flags = ("--replicas", "2", "--tensor-parallel-size", "2")
     served = Served(start_engine, tmp_path, cluster.address, *flags)
     served.until_ready(2)
-    streams = begin(served.engine)
+    load = begin(served.engine)
     [run_dir, other] = served.agents()
     engine = RunningEngine(run_dir)
     try:
         pids = [engine.pid(Role.WORKER, rank) for rank in range(2)]
         os.kill(pids[1], signal.SIGKILL)
-        check(streams)
+        load.check()
         assert not {engine.pid(Role.WORKER, rank) for rank in range(2)} & set(pids)
     finally:
         engine.close()
-    streams = begin(served.engine)
+    load = begin(served.engine)
     kill_tree(served.agents()[other])
-    check(streams)
+    load.check()
     served.until_ready(2)
     served.stop()

@@ -18,14 +18,13 @@ from protocol.process.status import StatusLink
 from scripts import restart, status
 from scripts.testing import TIMEOUT_S, Engine, EngineFactory, eventually, is_alive
 from tests.paths import ROOT
-from tests.system.null_load import NullLoad, Stream, null_tokens
+from tests.system.null_load import Stream, loaded, null_tokens
 from tests.system.shared_engines import EnginePool
 
 NUM_RESTARTS = {Role.WORKER: 2, Role.CORE: 2, Role.API: 1}
 """Restarts in a row; an API takes time to leave."""
 WAYS = ("command", "SIGTERM")
 FLAGS = ("--null-step-ms", "5")
-NUM_STREAMS = 8
 NUM_TOKENS = 400
 
 
@@ -62,8 +61,7 @@ class Trickle:
 @contextmanager
 def under_load(engine: Engine) -> Iterator[None]:
     """Run long streams and new requests, and check all of them at the end."""
-    load = NullLoad(engine.url(), NUM_STREAMS, NUM_TOKENS)
-    eventually(lambda: load.has_begun, "every stream has begun")
+    load = loaded(engine, NUM_TOKENS)
     trickle = Trickle(engine.url())
     yield
     load.check()
@@ -132,8 +130,7 @@ def test_leaving_api_finishes_its_streams_while_its_successor_serves(
 ) -> None:
     """Two API processes live for a while; then the old one is gone."""
     engine = shared_engine(*FLAGS, "--standby-workers", "0")
-    load = NullLoad(engine.url(), 2, 1500)
-    eventually(lambda: load.has_begun, "every stream has begun")
+    load = loaded(engine, 1500, num_streams=2)
     old = engine.row(Role.API)
     ask(engine, Role.API)
     eventually(lambda: engine.row(Role.API).epoch > old.epoch, "the successor serves")
@@ -225,8 +222,7 @@ def test_ranks_are_replaced_together(start_engine: EngineFactory) -> None:
 def test_engine_can_end_while_an_api_leaves(start_engine: EngineFactory) -> None:
     """No process is left behind."""
     engine = start_engine("--null-step-ms", "20", "--shutdown-timeout-s", "1")
-    load = NullLoad(engine.url(), 2, NUM_TOKENS)
-    eventually(lambda: load.has_begun, "every stream has begun")
+    loaded(engine, NUM_TOKENS, num_streams=2)
     old = engine.row(Role.API)
     ask(engine, Role.API)
     eventually(lambda: engine.row(Role.API).epoch > old.epoch, "the successor serves")

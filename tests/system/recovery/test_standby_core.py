@@ -9,25 +9,17 @@ import pytest
 
 from protocol.lifecycle import ProcessStatus, Role
 from scripts.testing import Engine, EngineFactory, eventually, is_alive
-from tests.system.null_load import NullLoad
+from tests.system.null_load import loaded
 from tests.system.shared_engines import EnginePool
 from tests.system.successors import check_zombies, kill_and_wait, pid_of, wait_for
 
 FLAGS = ("--null-step-ms", "5")
-NUM_STREAMS = 8
 NUM_TOKENS = 400
 
 
 def complete(engine: Engine) -> dict[Role, ProcessStatus]:
     """Wait until the core and its standby are ready."""
     return {role: wait_for(engine, role) for role in (Role.CORE, Role.STANDBY_CORE)}
-
-
-def loaded(engine: Engine, num_tokens: int = NUM_TOKENS) -> NullLoad:
-    """Start streams and wait until they run."""
-    load = NullLoad(engine.url(), NUM_STREAMS, num_tokens)
-    eventually(lambda: load.has_begun, "every stream has begun")
-    return load
 
 
 @pytest.fixture
@@ -40,7 +32,7 @@ def guarded(shared_engine: EnginePool) -> Engine:
 
 def test_standby_becomes_the_core(guarded: Engine) -> None:
     """It is the same process under a new epoch, and a new standby starts; repeated."""
-    load = loaded(guarded)
+    load = loaded(guarded, NUM_TOKENS)
     for _ in range(3):
         before = complete(guarded)
         os.kill(pid_of(before[Role.CORE]), signal.SIGKILL)
@@ -68,7 +60,7 @@ def test_dead_processes_are_replaced_and_no_token_is_lost(
 ) -> None:
     """Processes die at once, in this order: the standby may be dead when it is promoted."""
     before = complete(guarded) | {Role.WORKER: wait_for(guarded, Role.WORKER)}
-    load = loaded(guarded)
+    load = loaded(guarded, NUM_TOKENS)
     kill_and_wait(guarded, [before[role] for role in victims])
     load.check()
     after = complete(guarded)
@@ -100,7 +92,7 @@ def test_standby_that_hangs_is_replaced(start_engine: EngineFactory) -> None:
     before = complete(engine)
     os.kill(pid_of(before[Role.STANDBY_CORE]), signal.SIGSTOP)
     standby = wait_for(engine, Role.STANDBY_CORE, before[Role.STANDBY_CORE].epoch)
-    load = loaded(engine)
+    load = loaded(engine, NUM_TOKENS)
     os.kill(pid_of(standby), signal.SIGSTOP)
     os.kill(pid_of(before[Role.CORE]), signal.SIGKILL)
     load.check()
@@ -129,7 +121,7 @@ def test_promoted_core_is_watched_and_knows_what_its_predecessor_died_of(
 def test_without_a_standby_the_core_is_started_anew(start_engine: EngineFactory) -> None:
     """Without a standby the core is started anew."""
     engine = start_engine(*FLAGS, "--standby-cores", "0")
-    load = loaded(engine)
+    load = loaded(engine, NUM_TOKENS)
     engine.kill(Role.CORE)
     load.check()
     assert Role.STANDBY_CORE not in {row.role for row in engine.ready().processes}
