@@ -86,7 +86,7 @@ def test_an_update_by_kubernetes_waits_until_a_container_serves() -> None:
 
 
 def test_agents_can_join_before_the_api_is_ready() -> None:
-    """By a service that lists the API's container from its start on."""
+    """A service lists the API's container from its start on."""
     parts = [*yaml.safe_load_all((DEPLOY / "agents.yaml").read_text())]
     services = {part["metadata"]["name"]: part["spec"] for part in parts[:2]}
     arguments = parts[-1]["spec"]["template"]["spec"]["containers"][0]["args"]

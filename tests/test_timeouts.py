@@ -28,7 +28,7 @@ def run(*arguments: str) -> str:
 
 @pytest.mark.slow
 def test_a_test_that_waits_fails_alone() -> None:
-    """In its own code, or in that of a fixture."""
+    """It waits in its own code, or in that of a fixture."""
     printed = run("-k", "not c_code")
     assert f"PASSED {FILE}::test_ends" in printed
     for name, kind in [("test_waits_in_python", "FAILED"), ("test_waits_in_a_fixture", "ERROR")]:

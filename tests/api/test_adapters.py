@@ -222,7 +222,7 @@ def test_names_are_kept_although_their_files_were_removed(
 def test_a_load_during_the_start_takes_no_name_of_the_settings(
     has_run_dir: bool, tmp_path: Path
 ) -> None:
-    """Neither are the adapters of the settings forgotten, nor that of the client."""
+    """The adapters of the settings and that of the client are all kept."""
     paths = [write(tmp_path / name, name) for name in ("a", "b", "c")]
     config = configure(enable_lora=True, lora_modules=[f"x={paths[0]}", f"y={paths[1]}"]).lora
     registry = AdapterRegistry(tmp_path if has_run_dir else None, config)

@@ -14,7 +14,7 @@ NUM = 10 * _PER_TURN
 
 
 def test_clients_are_admitted_in_turns() -> None:
-    """Also a request that comes last, and none of those that are cancelled."""
+    """A request that comes last has its turn, too; those that are cancelled have none."""
 
     async def run() -> list[str]:
         admission, order = Admission(), []

@@ -325,7 +325,7 @@ def test_a_prompt_of_one_token_has_no_log_probability(make_server: MakeServer) -
 
 
 def test_an_error_begins_with_its_field(make_server: MakeServer) -> None:
-    """Also where the field's name is a part of another word in the text."""
+    """The name of the field may also be a part of another word in the text."""
     live = make_server()
     for text, shown in (
         ("nothing is known of it", "n: nothing is known of it"),

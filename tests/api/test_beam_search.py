@@ -158,7 +158,7 @@ def test_to_stop_when_no_beam_can_get_better_changes_no_result(length_penalty: f
 
 
 def test_early_stopping_ends_at_as_many_beams_as_the_width() -> None:
-    """And never needs more steps."""
+    """It never needs more steps than a search without it."""
     for seed in range(10):
         early, full = TinyModel(seed, 5), TinyModel(seed, 5)
         wanted = options(max_tokens=12, length_penalty=3.0)

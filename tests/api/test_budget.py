@@ -112,7 +112,7 @@ def test_a_client_leaves_a_ninth_of_each_bound_to_others() -> None:
 
 
 def test_a_share_is_computed_as_after_the_ends_of_requests() -> None:
-    """Those of the client itself and of others; the bound of all is a separate question."""
+    """These may be the client's own or those of others; the bound of all is another question."""
     budget = Budget(9, 990)
     own = [budget.open(100, client="a") for _ in range(3)]
     others = [budget.open(100, client="b") for _ in range(6)]
@@ -138,7 +138,7 @@ def test_requests_of_no_client_have_no_shares() -> None:
 
 @pytest.mark.parametrize("setting", ["max_open_requests", "max_num_waiting"])
 def test_one_key_cannot_fill_a_server(make_server: MakeServer, setting: str) -> None:
-    """Nor the queue while the engine is away."""
+    """Nor can it fill the queue while the engine is away."""
     client = FakeClient()
     client.is_paused = True
     client.connected = setting == "max_open_requests"
@@ -164,7 +164,7 @@ def test_one_key_cannot_fill_a_server(make_server: MakeServer, setting: str) -> 
 
 
 def test_a_client_may_read_here_what_it_has_begun_at_all_other_processes() -> None:
-    """As much as its bound at each of them, besides its own requests."""
+    """It may read as much as its bound at each of them, besides its own requests."""
     budget = Budget(100, 100, ClientBudget(3), num_others=2)
     foreign = [budget.open(client="a", is_foreign=True) for _ in range(2 * 3)]
     with pytest.raises(ApiError, match=r"^max_open_requests_per_client: 6 of"):
@@ -186,7 +186,7 @@ def test_one_request_is_accepted_whatever_its_size() -> None:
 def test_open_requests_past_a_bound_can_still_be_ended(
     setting: str, make_server: MakeServer
 ) -> None:
-    """So a pause can be ended, too, whose requests fill the bound."""
+    """A pause whose requests fill the bound can therefore be ended, too."""
 
     def script(add: AddRequest) -> Iterator[RequestOutput]:
         for i, output in enumerate(repeating()(add)):

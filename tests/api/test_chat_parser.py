@@ -258,7 +258,7 @@ def test_json_and_lists_that_are_content_are_streamed() -> None:
 
 
 def test_arguments_arrive_while_they_are_generated() -> None:
-    """Also those of XML parameters that are strings; others when they are complete."""
+    """So do XML parameters that are strings; others arrive when they are complete."""
     json_parser, xml_parser = parser_of("hermes"), parser_of("qwen3_coder")
     head = '<tool_call>\n{"name": "now", "arguments": '
     assert collected(json_parser.push(head)).calls == [("id0", "now", "")]
@@ -324,7 +324,7 @@ def test_calls_stay_text_without_tools() -> None:
 
 
 def test_a_long_value_costs_linear_time() -> None:
-    """100,000 pieces of an argument that is held back until it is complete."""
+    """An argument of 100,000 pieces is held back until it is complete."""
     parser = parser_of("qwen3_coder")
     parser.push("<function=now>\n<parameter=x>\n")
     for _ in range(100_000):

@@ -78,7 +78,7 @@ class JournaledServer(LiveServer):
 
 
 def test_requests_that_run_without_a_connection_count_for_their_client(tmp_path: Path) -> None:
-    """Also after a restart; their client can read them although it has reached its bound."""
+    """They count after a restart, too. A client that has reached its bound can still read them."""
     with JournaledServer(tmp_path) as server:
         assert [server.status(name, n=2) for name in "ab"] == [200, 200]
         server.wait_dropped()
@@ -179,7 +179,7 @@ def test_other_routes_count_whatever_their_ids_are(
 def test_a_connection_to_a_request_of_the_journal_takes_the_share_of_its_client(
     tmp_path: Path,
 ) -> None:
-    """Though it counts for no bound of each client."""
+    """It takes the share although it counts for no bound of each client."""
     with JournaledServer(tmp_path) as server:
         assert server.status("a") == 200
         server.wait_dropped()

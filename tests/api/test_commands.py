@@ -59,7 +59,7 @@ async def settle() -> None:
 def test_a_repeated_command_is_executed_once(
     message: Drain | Health | StatusReply, calls: list[str]
 ) -> None:
-    """Except for reports, which replace each other."""
+    """Reports are the exception: each replaces the one before."""
 
     async def play() -> Played:
         played = Played()

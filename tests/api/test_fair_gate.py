@@ -39,7 +39,7 @@ def test_a_client_waits_for_one_request_of_each_other_client() -> None:
 
 
 def test_requests_that_leave_give_up_their_places() -> None:
-    """Also one that is let in at the moment at which it is cancelled."""
+    """So does one that is let in at the moment at which it is cancelled."""
 
     async def run() -> list[str]:
         gate = FairGate(2)

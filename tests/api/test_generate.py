@@ -59,7 +59,7 @@ def test_a_stream_has_the_tokens_of_the_whole(http: httpx.Client) -> None:
 
 
 def test_the_output_has_all_tokens_that_fit_without_a_bound(make_server: MakeServer) -> None:
-    """As in chats; completions have 16 by default."""
+    """Chats do the same; completions have 16 tokens by default."""
     client = FakeClient()
     with httpx.Client(base_url=make_server(client).url) as http:
         assert http.post(PATH, json={"token_ids": IDS, "sampling_params": {}}).status_code == 200

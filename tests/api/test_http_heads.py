@@ -201,7 +201,7 @@ def test_a_pipelined_request_does_not_hide_the_running_one(
 def test_silence_is_bounded(
     connect: Connect, make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also for clients that never send a request, or continue a rejected one."""
+    """This holds for clients that never send a request, or continue a rejected one."""
     live = make_server()
     silent, refused = connect(live), connect(live)
     refused.read(b"POST /nothing HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n")

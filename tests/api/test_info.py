@@ -165,7 +165,7 @@ def test_served_model_name(make_server: MakeServer) -> None:
 
 
 def test_the_root_of_a_model_is_what_was_asked_for() -> None:
-    """Not the directory of a cache, where it lies; clients may name it so, too."""
+    """It is not the directory of a cache that has the model. Clients may use that name, too."""
     name = "org/model:Q4_K_M"
     config = configure(model="null", served_model_name="chat")
     model = msgspec.structs.replace(config.model, given_model=name)

@@ -144,7 +144,7 @@ def test_a_write_of_zero_bytes_is_an_error(tmp_path: Path) -> None:
 
 
 def test_settled_records_are_synced(tmp_path: Path) -> None:
-    """Also the names of new files, and the new segment before old ones are deleted."""
+    """So are the names of new files, and the new segment before old ones are deleted."""
     synced: dict[str, int] = {}
     problems: list[str] = []
 

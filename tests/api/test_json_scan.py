@@ -132,7 +132,7 @@ BODIES = {
 
 @pytest.mark.parametrize("name", BODIES)
 def test_every_slice_is_short(name: str) -> None:
-    """Of any body of 4 MiB; decoding as a whole takes up to ten times as long."""
+    """This holds for any body of 4 MiB; decoding as a whole takes up to ten times as long."""
 
     def measure() -> dict[str, float]:
         longest = 0.0
@@ -226,7 +226,7 @@ def test_unknown_names_are_returned() -> None:
 
 @pytest.mark.parametrize("rest", ['"' + '\\"' * 500_000, '"' * 1_000_001, '"' + "\\\\" * 500_000])
 def test_counting_the_values_of_a_text_takes_a_time_in_proportion_to_it(rest: str) -> None:
-    """Also where its strings have no end."""
+    """This holds even if its strings have no end."""
     text = "," * (json_scan.MAX_VALUES + 1) + rest
 
     def measure() -> dict[str, float]:

@@ -83,7 +83,7 @@ def long_live() -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_no_iteration_of_the_loop_is_long(live: LiveServer, name: str) -> None:
-    """Without collections, which the process makes rare (`protocol.process.gc_tuning`)."""
+    """No garbage is collected: the process makes that rare (`protocol.process.gc_tuning`)."""
     check_iterations(live, name)
 
 
@@ -130,7 +130,7 @@ def check_iterations(live: LiveServer, name: str, turn_s: float = TURN_S) -> Non
     ids=["ids", "response", "count", "beams"],
 )
 def test_a_request_is_freed_at_once(live: LiveServer, path: str, body: bytes, status: int) -> None:
-    """Not when the garbage collector finds it. The first case has a large body of ids."""
+    """The garbage collector is not needed. The first case has a large body of ids."""
     if not body:
         path, body = body_of("ids")
 

@@ -88,7 +88,7 @@ def test_prompt_that_cannot_fit_is_rejected_before_it_is_tokenized(checkpoint: P
 
 
 def test_waiting_long_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a pool, in the queue of the thread."""
+    """There is no pool, so they wait in the queue of the thread."""
     text = TextProcessor.load(configure(model="null").model)
     release = threading.Event()
 
@@ -117,7 +117,7 @@ def test_waiting_long_texts_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_streams_continue_while_a_prompt_is_tokenized(checkpoint: Path) -> None:
-    """As measured by a client: the gaps between tokens stay those of the engine."""
+    """A client measures it: the gaps between tokens stay those of the engine."""
     config = configure(model=str(checkpoint))
 
     def read(url: str, gaps: list[float]) -> None:

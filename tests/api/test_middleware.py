@@ -212,7 +212,7 @@ def test_a_body_that_has_ended_has_no_rest_to_discard() -> None:
 def test_the_rest_of_a_body_is_discarded_where_the_client_asks_for_the_close(
     header: bytes, num_left: int
 ) -> None:
-    """Else the parser discards it, and the connection stays open."""
+    """Otherwise the parser discards it, and the connection stays open."""
     parts: list[Message] = [
         {"type": "http.request", "body": b"12", "more_body": True},
         {"type": "http.request", "body": b"34"},

@@ -297,7 +297,7 @@ def test_a_value_out_of_bounds_is_refused_by_name_on_every_route(
 
 
 def test_candidates_are_those_of_the_request(make_server: MakeServer) -> None:
-    """More of them than `logprobs` may ask for."""
+    """There are more of them than `logprobs` may ask for."""
     asked = list(range(100, 130))
     client = FakeClient(script=with_candidates)
     with httpx.Client(base_url=make_server(client).url) as http:
@@ -338,7 +338,7 @@ def test_a_timeout_ends_the_request(make_server: MakeServer, stream: bool) -> No
 
 
 def test_open_streams_end_with_an_error_when_the_process_leaves(server: LiveServer) -> None:
-    """And answers that are not streamed get a 503."""
+    """Answers that are not streamed get a 503."""
     client = FakeClient()
     client.is_paused = True
     with LiveServer(server.state.config, client, keep_alive_interval_s=0.05) as live:

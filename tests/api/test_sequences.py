@@ -56,7 +56,7 @@ def ranked(add: AddRequest) -> Iterator[RequestOutput]:
 
 
 def test_the_most_likely_sequences_are_returned(make_server: MakeServer) -> None:
-    """By the mean, so that their lengths make no difference; without logprobs if none are asked."""
+    """Means are compared, so lengths make no difference. No logprobs are sent unless asked for."""
     live = make_server(FakeClient(script=ranked))
     body = {"prompt": ["x", "y"], "n": 2, "best_of": 7, "seed": 0, "max_tokens": 9}
     answer = httpx.post(live.url + COMPLETIONS, json=body).json()
@@ -131,7 +131,7 @@ def test_a_marker_of_a_checkpoint_must_be_a_token(tmp_path: Path, make_server: M
 
 @pytest.mark.parametrize("per_output", [1, 3, 100])
 def test_usage_counts_the_tokens_of_reasoning(make_server: MakeServer, per_output: int) -> None:
-    """However the output arrives; a model without reasoning has no such number."""
+    """Pieces of the output make no difference; a model without reasoning has no such number."""
     script = emitting([*ids_of(REASONING), EOS_ID], per_output=per_output)
     live = make_server(FakeClient(script=script), reasoning_parser="qwen3")
     usage = httpx.post(live.url + CHAT, json=USER | {"n": 2}).json()["usage"]
@@ -217,7 +217,7 @@ def with_progress(add: AddRequest) -> Iterator[RequestOutput]:
 def test_a_stream_reports_the_progress_of_its_prompt(
     make_server: MakeServer, path: str, interval: int | None
 ) -> None:
-    """Before the first text, once for all sequences, and never backwards."""
+    """Reports come before the first text, once for all sequences, and never go backwards."""
     live = make_server(FakeClient(script=with_progress))
     prompt = {"prompt": "x" * 48} if path == COMPLETIONS else USER
     body = {"return_progress": True, "n": 2, "max_tokens": 9, "stream_interval": interval}

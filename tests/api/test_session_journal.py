@@ -75,7 +75,7 @@ async def test_a_snapshot_may_be_larger_than_the_queue(tmp_path: Path) -> None:
 async def test_many_sequences_of_one_long_prompt_are_a_small_record(
     tmp_path: Path, num_tokens: int
 ) -> None:
-    """As a list of ids, and packed; 130 bytes a sequence, and as many for its outputs."""
+    """As a list or packed, a sequence takes 130 bytes, and as many for its outputs."""
     prompt = [7] * num_tokens
     max_bytes = 60_000 + 4 * num_tokens
     server = await Server(tmp_path).written()

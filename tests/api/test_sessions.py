@@ -155,7 +155,7 @@ async def test_an_expired_session_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_restored", [False, True])
 @play
 async def test_a_session_is_freed_at_once(tmp_path: Path, is_restored: bool) -> None:
-    """Not when the garbage collector finds it: the process makes collections rare."""
+    """The garbage collector is not needed: the process makes collections rare."""
     server = await Server(tmp_path).written()
     await end_without_connection(server, "r")
     if is_restored:
@@ -186,7 +186,7 @@ async def end_without_connection(server: Server, name: str) -> None:
 
 @play
 async def test_answers_that_were_sent_make_room(tmp_path: Path) -> None:
-    """Also after a restart; answers whose end was not sent do not."""
+    """This holds after a restart; answers whose end was not sent make none."""
     server = await Server(tmp_path, max_open_requests=2).written()
     for i in range(5):
         session = await server.accept(f"r{i}", max_tokens=2)
@@ -246,7 +246,7 @@ async def test_a_client_makes_room_with_its_own_answers(tmp_path: Path) -> None:
 
 @play
 async def test_no_answer_is_removed_for_a_request_that_is_too_large(tmp_path: Path) -> None:
-    """Neither of its client nor of another one; of several the fewest are removed."""
+    """Neither the client's own nor another's is. Of several answers the fewest are removed."""
     server = await Server(tmp_path, max_open_bytes=9000).written()
 
     def begin(name: str, num_bytes: int, origin: str) -> Session:
@@ -311,7 +311,7 @@ def num_finished(server: Server) -> dict[str, int]:
 
 @play
 async def test_an_end_counts_once_for_many_readers(tmp_path: Path) -> None:
-    """Also the end of an unread answer."""
+    """So does the end of an unread answer."""
     server = await Server(tmp_path).written()
     session = await server.accept("r", max_tokens=2)
     for _ in range(3):

@@ -318,7 +318,7 @@ def test_metrics_count_failures_of_the_engine_and_no_refusals(
 def test_metrics_count_each_accepted_request_that_fails(
     make_server: MakeServer, tmp_path: Path, *, path: str, code: ErrorCode, journal: bool
 ) -> None:
-    """Such as one that has outgrown a frame, or that is open when the process leaves."""
+    """One has outgrown a frame, for example, or is open when the process leaves."""
     client = FakeClient()
     client.is_paused = True
     live = make_server(client, **({"journal_dir": str(tmp_path)} if journal else {}))

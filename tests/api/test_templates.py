@@ -50,7 +50,7 @@ def test_template_is_rendered_with_tools(http: httpx.Client) -> None:
 
 
 def test_templates_that_read_parts_get_parts() -> None:
-    """As those of SmolVLM and LLaVA do; other templates get texts."""
+    """Templates of SmolVLM and LLaVA read parts; other templates get texts."""
     begin, end = "{% for m in messages %}{{ m.role }}: ", "{% endfor %}"
     of_texts = begin + "{{ m.content }}" + end
     parts = "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}"
@@ -65,7 +65,7 @@ def test_templates_that_read_parts_get_parts() -> None:
 
 
 def test_final_message_stays_open(http: httpx.Client) -> None:
-    """Though its text occurs again in what the template appends."""
+    """Its text may occur again in what the template appends."""
     prompt = rendered(http, USER, ASSISTANT, continue_final_message=True)
     assert prompt.endswith("<|im_start|>assistant\n" + ASSISTANT["content"])
     assert prompt.count("<|im_start|>") == 2

@@ -334,7 +334,7 @@ def test_an_abandoned_job_does_not_hold_its_lane(
 
 
 def test_a_short_job_that_is_abandoned_costs_no_helper(pools: Pools, pool: TextPool) -> None:
-    """Else clients that disconnect would make the pool start one after the other."""
+    """Otherwise clients that disconnect would make the pool start one after the other."""
     expected = pools.run(pool, render())
     pid = pid_of(pool)
 
@@ -444,7 +444,7 @@ asyncio.run(main())
 
 
 def test_a_helper_ends_with_its_parent(pools: Pools) -> None:
-    """Even one that is stopped; and the kernel prefers it when memory is short."""
+    """So does one that is stopped. The kernel kills a helper first when memory is short."""
     command = [sys.executable, "-P", "-c", PARENT]
     parent = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT)
     assert parent.stdout is not None

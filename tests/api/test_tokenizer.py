@@ -173,7 +173,7 @@ SPACE_PIECES = {"▁": 1, "▁▁": 2, "<0x0A>": 3, "<0x41>": 4, "\n": 5, "▁a"
 
 
 def test_tokens_of_white_space_are_known(checkpoint: Path, tmp_path: Path) -> None:
-    """Those of a byte-level vocabulary, of pieces with marks for spaces, and added ones."""
+    """The vocabulary may be byte-level, have pieces with marks for spaces, or added tokens."""
     demo = DEMO_MODEL
     pieces = Tokenizer(models.WordLevel({"<unk>": 0} | SPACE_PIECES, unk_token="<unk>"))
     pieces.add_tokens([AddedToken("    "), AddedToken("<think>")])
@@ -208,7 +208,7 @@ def test_sampling_defaults_come_from_the_checkpoint(checkpoint: Path, tmp_path: 
 
 
 def test_suppressed_tokens_of_the_checkpoint_are_banned(tmp_path: Path) -> None:
-    """Except ids outside the vocabulary, and in requests that state which tokens may be."""
+    """Ids outside the vocabulary are not, nor any in requests that state which tokens may be."""
     write_json(tmp_path / "generation_config.json", {"suppress_tokens": [5, 7, 1000]})
     defaults = sampling_defaults(tmp_path)
     for allowed, expected in ((None, [[9, 8], [5], [7]]), ([5, 6], [[9, 8]])):
@@ -227,7 +227,7 @@ def test_suppressed_tokens_of_the_checkpoint_are_banned(tmp_path: Path) -> None:
 
 
 def test_the_tokens_of_bad_words_are_bounded() -> None:
-    """In total, with those after a space: their number in a body is bounded as well."""
+    """The bound is on all of them, with those after a space; their number is bounded as well."""
     tokenizer = ByteTokenizer()
     word = "\x01" * 256
     num_each = sum(map(len, bad_word_ids([word], tokenizer)))

@@ -182,7 +182,7 @@ def test_what_a_grammar_generates_is_read_as_valid_calls(vocabulary: Vocabulary,
 
 @pytest.mark.parametrize("case", sorted(OUTPUTS.keys() - PARSED_VARIANTS))
 def test_a_grammar_accepts_what_models_write(vocabulary: Vocabulary, case: str) -> None:
-    """With content before the calls, as a strict tool allows, and without, as `required` does."""
+    """A strict tool allows content before the calls; `required` allows none."""
     name = {"openai": "gpt_oss", "glm45": "glm47", "hermes": "qwen3"}.get(case, case)
     name = {"qwen3_coder": "qwen3_xml", "pythonic": "llama4_pythonic"}.get(name, name)
     name = {"llama3_json": "llama4_json"}.get(name, name)

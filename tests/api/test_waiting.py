@@ -57,7 +57,7 @@ def test_one_that_is_cancelled_at_the_deadline_takes_no_place() -> None:
 def test_the_queue_does_not_grow_with_requests_that_have_left(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also while none is admitted."""
+    """This holds even while none is admitted."""
     monkeypatch.setattr(waiting, "MAX_WAIT_S", 60.0)
 
     async def run() -> int:

@@ -72,7 +72,7 @@ def body_of(page: Page) -> str:
 
 
 def test_output_of_a_model_never_runs_as_a_script(page: Page) -> None:
-    """Neither does the user's text, nor what is restored after a reload."""
+    """The user's text does not either, nor what is restored after a reload."""
     with served(HOSTILE) as live:
         page.goto(live.url)
         ask(page, HOSTILE[:50])

@@ -157,7 +157,7 @@ def test_resumed_request_that_is_unknown_is_declined() -> None:
 
 
 def test_events_after_the_end_are_recorded() -> None:
-    """In the same piece, in another one, and half an event."""
+    """They come in the same piece, in another one, or as half an event."""
     more = b"".join(EVENTS[:1])
     for late in (
         chunk(EVENTS[3] + more) + chunk(b""),
@@ -184,7 +184,7 @@ def test_invalid_http_is_garbled(answer: bytes) -> None:
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 2", HEAD[:40], HEAD + b"1"])
 def test_half_a_number_is_not_a_number(answer: bytes) -> None:
-    """Half of 200 is not another status, half of a size not another size."""
+    """Half of 200 is no other status, and half of a size no other size."""
     recording = record(answer)
     assert recording.end is End.CUT
     assert (recording.accepted_at is None) == (not answer.startswith(HEAD))

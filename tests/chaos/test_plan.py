@@ -173,7 +173,7 @@ class FakeEngine:
 def test_a_kill_is_a_hit_if_the_process_at_the_failpoint_is_still_paused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However long ago the process has come there; the next kill would be too late."""
+    """The process may have come there long ago; the next kill would be too late."""
     # No stall of the test itself ends the pause.
     monkeypatch.setattr("tests.chaos.injection.MAX_PAUSE_MS", 600_000)
     engine = Engine(tmp_path, [])
@@ -309,7 +309,7 @@ def test_no_stall_without_an_event_before_and_after_a_kill() -> None:
 
 
 def test_silence_that_begins_before_the_recovery_is_a_stall() -> None:
-    """However long after the kill."""
+    """The time since the kill makes no difference."""
     late = recording(0.0, 0.9, 1.1, 2.2, 60.0, 60.1)
     assert stall_s(late, [1.0]) == pytest.approx(1.1)
     assert stall_s(late, [1.0], 2.5) == pytest.approx(57.8)

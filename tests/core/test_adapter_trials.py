@@ -70,7 +70,7 @@ def test_an_adapter_whose_load_kills_workers_is_refused_and_others_continue() ->
 
 
 def test_one_signal_from_outside_during_a_load_delays_no_other_request() -> None:
-    """However often workers are killed, as long as a load ends in between."""
+    """Workers may be killed often, as long as a load ends in between."""
     engine = make_engine()
     engine.add(CLIENT, add(1, max_tokens=1000))
     for number in range(2, 12):
@@ -160,7 +160,7 @@ def succeed(engine: EngineCore, *, is_explained: bool) -> EngineCore:
 
 
 def test_a_successor_core_knows_suspects_and_what_is_refused() -> None:
-    """Also if core and workers die together, in each load."""
+    """Core and workers may die together in each load."""
     engine, died = make_engine(), 0
     for request_id in range(20):
         refused = engine.add(CLIENT, adapted(request_id, A))

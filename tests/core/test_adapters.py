@@ -135,7 +135,7 @@ def test_an_adapter_gets_its_turn_however_many_requests_come_for_another() -> No
 
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_a_turn_leaves_its_backlog_to_the_next_one_once_another_adapter_waits(policy: str) -> None:
-    """Also requests that came before; what the policy puts first is in the turn."""
+    """It leaves requests that came before, too; what the policy puts first stays in the turn."""
     engine = make_engine(max_num_seqs=4, scheduling_policy=policy)
     for request_id in range(1, 21):
         request = adapted(request_id, A, max_tokens=4)

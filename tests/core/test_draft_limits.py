@@ -138,7 +138,7 @@ def test_right_drafts_are_used_to_the_full() -> None:
 
 @pytest.mark.parametrize("num_requests", [1, 8, 64])
 def test_wrong_drafts_cost_little(num_requests: int) -> None:
-    """At most 3 % of the time, however many requests run."""
+    """They cost at most 3 % of the time, however many requests run."""
     without = run(without_drafts(), num_requests=num_requests, num_speculative_tokens=0)
     worker = TimedWorker(every(1))
     assert run(worker, num_requests=num_requests) <= 1.03 * without
@@ -177,14 +177,14 @@ def test_drafts_end_when_they_turn_wrong_and_return_when_they_turn_right() -> No
 
 
 def test_a_large_batch_goes_without_drafts_where_rows_are_dear() -> None:
-    """Where a row costs as much as a token, a right draft gains nothing."""
+    """If a row costs as much as a token, a right draft gains nothing."""
     settings = {"num_requests": 64, "max_tokens": 300}
     without = run(without_drafts(row_ms=2), num_speculative_tokens=0, **settings)
     assert run(TimedWorker(every(2), row_ms=2), **settings) < 1.03 * without
 
 
 def test_each_request_has_its_own_acceptance() -> None:
-    """Those whose drafts are wrong get few; the others keep theirs."""
+    """Requests whose drafts are wrong get few; the others keep theirs."""
     worker = TimedWorker(lambda req_id, position: req_id % 2 == 0, row_ms=1, pass_ms=0)
     run(worker, has_draft_model=False, num_requests=4, max_tokens=400)
     num_right = 2 * 400 * MAX_DRAFTS / (MAX_DRAFTS + 1)

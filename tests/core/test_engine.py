@@ -46,7 +46,7 @@ def row_of(logprob: float) -> TokenLogprobs:
 
 
 def test_steps_are_counted_by_their_tokens() -> None:
-    """Those without tokens are not."""
+    """Steps without tokens are not counted."""
     engine = make_engine()
     engine.add(CLIENT, add(1, [*range(20)], max_tokens=3))
     engine.add(CLIENT, add(2, [*range(5)], max_tokens=1))
@@ -114,7 +114,7 @@ def test_workers_may_come_back_more_exact_than_they_were() -> None:
 
 @pytest.mark.parametrize("is_exact", [False, True])
 def test_workers_of_another_build_do_not_continue_unnoticed(is_exact: bool) -> None:
-    """Where results are not exact, other kernels of the same build may: they promise nothing."""
+    """If results are not exact, other kernels of the same build may: they promise nothing."""
     engine = make_engine()
     facts = msgspec.structs.replace(FACTS, exact_resume=is_exact, build="1.0", kernels="a")
     engine.lose_workers()

@@ -179,7 +179,7 @@ def test_frames_of_strangers_change_no_state(
 
 
 def test_who_captured_an_introduction_cannot_take_the_workers_place(bench: Bench) -> None:
-    """Neither can a peer that claims an earlier incarnation; the worker itself may reconnect."""
+    """A peer that claims an earlier incarnation cannot either; the worker itself may reconnect."""
     worker, client = bench.worker(5), bench.client()
     before, fenced = state(bench), bench.engine.stats().fenced_frames
     for number, epoch in enumerate((5, 4), start=1):

@@ -53,7 +53,7 @@ def test_a_successor_of_one_rank_waits_for_those_of_the_others() -> None:
 
 @pytest.mark.parametrize("error", ["", "no memory"])
 def test_a_grammar_is_ready_when_every_rank_has_answered(error: str) -> None:
-    """Else a rank would compile it in the step, while the others wait."""
+    """Otherwise a rank would compile it in the step, while the others wait."""
     with Bench(tensor_parallel_size=2) as bench:
         first, second = WorkerEnd(bench, 5), WorkerEnd(bench, 6, rank=1)
         first.answers = second.answers = False

@@ -56,7 +56,7 @@ def test_a_block_that_one_rank_lacks_is_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stages", [("one", "two", "three"), ("one", "one", "one")])
 def test_stages_may_have_different_layouts(stages: Sequence[str], tmp_path: Path) -> None:
-    """Such as one without attention, or with another decoder."""
+    """One may have no attention, for example, or another decoder."""
     indexes, offload = open_ranks(tmp_path, 2, stages=stages)
     assert len(indexes) == 6
     for index in indexes:

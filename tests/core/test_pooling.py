@@ -144,7 +144,7 @@ WHOLE = msgspec.structs.replace(
     ids=str,
 )
 def test_whole_prompts_are_never_cut(settings: dict[str, object]) -> None:
-    """Whatever the settings, and also past the vectors that one answer holds."""
+    """This holds for all settings, and past the vectors that one answer holds."""
     bench = Bench(WHOLE, **settings)
     pooling = pooling_params(Pooling(PoolingType.CLS))
     longest = WHOLE.max_model_len

@@ -72,7 +72,7 @@ class Run:
 
 @pytest.mark.parametrize("cost", [flat, rising])
 def test_gaps_stay_below_the_target(cost: Callable[[int, int], float]) -> None:
-    """And the prompt takes hardly more steps than it must."""
+    """The prompt takes hardly more steps than it must."""
     run = Run(40.0, cost)
     assert sum(run.chunks) == PROMPT
     assert max(run.gaps_ms) <= 40.0

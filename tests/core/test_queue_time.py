@@ -60,7 +60,7 @@ def test_a_preemption_does_not_change_it() -> None:
 
 
 def test_at_a_new_core_it_begins_with_the_acceptance_at_the_client() -> None:
-    """As after the death of a core, and at another replica."""
+    """This is so after the death of a core, and at another replica."""
     engine = begun(resent=True, age_s=5.0)
     engine.lose_workers()
     engine.adopt_workers(FACTS)

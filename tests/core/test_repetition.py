@@ -41,7 +41,7 @@ def text_with_repetitions(chance: random.Random, length: int, alphabet: int) -> 
 
 @pytest.mark.parametrize("scale", [1, 0x01010101])
 def test_the_search_agrees_with_the_definition(scale: int) -> None:
-    """Also where the bytes of one token equal those between two others."""
+    """The bytes of one token may equal those between two others."""
     num_found = num_checked = 0
     for seed in range(300):
         chance = random.Random(seed)

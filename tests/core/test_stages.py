@@ -23,7 +23,7 @@ def test_steps_in_flight_share_the_requests(is_elastic: bool) -> None:
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
 def test_requests_come_and_go(num_stages: int) -> None:
-    """However many there are, each is computed to its end, and never twice at the same time."""
+    """Each is computed to its end, however many there are, and never twice at the same time."""
     bench = Harness(depth=num_stages, pipeline_parallel_size=num_stages, seqs=8, budget=32)
     for number in range(30):
         bench.add(f"r{number}", 1 + number % 7, max_tokens=2 + number * 5 % 23)
@@ -41,7 +41,7 @@ def test_requests_come_and_go(num_stages: int) -> None:
 
 
 def test_no_request_waits_for_more_than_the_steps_in_flight() -> None:
-    """With a number of requests that the stages do not divide."""
+    """The stages do not divide the number of requests."""
     bench = Harness(depth=3, pipeline_parallel_size=3)
     for name in "abcdefg":
         bench.add(name, 2, max_tokens=90)

@@ -96,7 +96,7 @@ def test_a_preempted_request_continues_from_its_last_snapshot() -> None:
 
 
 def test_a_request_that_ends_leaves_its_snapshot() -> None:
-    """Even if it ends with the step that has written it."""
+    """It may end with the step that has written the snapshot."""
     bench = make(4)
     prompt = list(range(100, 140))
     bench.add("a", prompt, 1)
@@ -213,7 +213,7 @@ def test_the_default_spacing_is_a_multiple_of_the_block_size(
 
 
 def test_the_statistics_have_the_share_of_blocks_that_requests_hold() -> None:
-    """Not that of snapshots."""
+    """Snapshots are not counted."""
     bench = make(4)
     bench.add("a", 100, 20)
     bench.steps(3)

@@ -22,7 +22,7 @@ from tests.core.state_bench import (
 def test_the_state_rolls_back_to_the_last_right_draft(
     right: int, depth: int, groups: tuple[KVGroup, ...]
 ) -> None:
-    """At each place in a block."""
+    """That draft may be at any place in a block."""
     drafts = [PLAIN_TOKEN] * right + [WRONG] * (4 - right)
     guesses = dict.fromkeys(range(1, 60), drafts)
     bench = make_drafting(4, guesses, depth=depth, groups=groups, spacing=32)
@@ -36,7 +36,7 @@ def test_the_state_rolls_back_to_the_last_right_draft(
 
 
 def test_drafts_end_where_a_snapshot_is_kept() -> None:
-    """Else the snapshot would be cached when its tokens are known, and before they are computed."""
+    """Otherwise the snapshot would be cached before its tokens are computed."""
     bench = make_drafting(4, {1: [WRONG] * 8}, spacing=16)
     prompt = list(range(100, 112))
     bench.add("a", prompt, 60)

@@ -42,7 +42,7 @@ def test_the_next_turn_of_a_chat_begins_at_the_end_of_the_prompt(length: int) ->
 
 
 def test_the_last_token_is_computed_from_the_state_before_it() -> None:
-    """Of a prompt of whole blocks the last one is computed, though all of it is cached."""
+    """The last token of a prompt of whole blocks is computed, though all of it is cached."""
     bench = make(9, spacing=16)
     prompt = list(range(100, 164))
     bench.add("a", [*prompt, 5, 6], 1)
@@ -119,7 +119,7 @@ def test_the_oldest_snapshot_is_replaced_first() -> None:
 
 
 def test_the_block_that_a_request_begins_from_is_not_its_own() -> None:
-    """Even if it would be replaced first."""
+    """It is not even if it would be replaced first."""
     bench = make(3, spacing=1024)
     for name, first in (("a", 100), ("b", 200)):
         bench.add(name, list(range(first, first + 40)), 1)

@@ -53,7 +53,7 @@ def test_a_blocked_request_is_admitted_as_soon_as_others_have_cached_enough_of_i
 
 
 def test_a_blocked_request_that_comes_to_ask_for_less_is_admitted() -> None:
-    """Without a reservation for the whole prompt a smaller share may fit."""
+    """A smaller share may fit, as no room is reserved for the whole prompt."""
     bench = Harness(
         blocks=4,
         budget=64,

@@ -127,7 +127,7 @@ def test_a_group_resumes_exactly_only_if_all_ranks_do() -> None:
 def test_strange_ranks_older_incarnations_and_absurd_epochs_stay_outside(
     rank: int, epoch: int
 ) -> None:
-    """Also refused is a second one that claims the epoch of a present incarnation."""
+    """A second one that claims the epoch of a present incarnation is refused, too."""
     group = WorkerGroup(1, core_epoch=1)
     assert group.enter(b"a", 3, hello())
     assert not group.enter(b"b", epoch, hello(rank))

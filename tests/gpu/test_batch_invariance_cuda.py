@@ -37,7 +37,7 @@ def test_a_product_has_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_sampled_tokens_do_not_depend_on_the_schedule(dtype: str, tmp_path: Path) -> None:
-    """Neither on chunks nor on batches, over graphs and by single launches."""
+    """They depend neither on chunks nor on batches, over graphs and by single launches."""
     build_checkpoint(tmp_path, LLAMA.config())
     prompts = make_prompts()
     params = [

@@ -43,7 +43,7 @@ def test_a_step_equals_that_of_the_engines_kernels(
 
 
 def test_tokens_are_those_of_the_engines_kernels_up_to_ties(tmp_path: Path) -> None:
-    """With graphs, which are captured again after a sleep."""
+    """Graphs are used, and captured again after a sleep."""
     from tests.worker.cuda.test_flashinfer_attention import SMALL
 
     build_checkpoint(tmp_path, Gemma2Config(**SMALL))

@@ -72,7 +72,7 @@ def test_bf16_outputs_hardly_depend_on_the_cut(architecture: Architecture, tmp_p
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES, ids=lambda a: a.name)
 def test_decodes_are_captured(architecture: Architecture, tmp_path: Path) -> None:
-    """Again after a sleep, when the pool lies at other addresses."""
+    """They are captured again after a sleep, when the pool has other addresses."""
     if architecture.name in WITHOUT_GRAPHS:
         pytest.skip("transformers' code for experts")
     build_checkpoint(tmp_path, architecture.config())

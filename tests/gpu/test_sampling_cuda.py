@@ -62,7 +62,7 @@ def prompts_and_params() -> tuple[list[list[int]], list[SamplingParams]]:
 
 
 def test_steps_that_run_ahead_give_the_tokens_of_steps_that_wait(tmp_path: Path) -> None:
-    """In fp32: by graphs and by single launches as by torch's kernels, a step at a time."""
+    """In fp32, graphs and single launches give those of torch's kernels, a step at a time."""
     torch.backends.cuda.matmul.allow_tf32 = False
     build_checkpoint(tmp_path, LLAMA.config())
     prompts, params = prompts_and_params()
@@ -94,7 +94,7 @@ def test_the_first_decode_after_a_sleep_keeps_the_tokens_of_the_step_before(
 
 
 def test_requests_that_are_preempted_continue_exactly(tmp_path: Path) -> None:
-    """With any parameters, so that some steps run ahead and others wait."""
+    """All parameters occur, so that some steps run ahead and others wait."""
     build_checkpoint(tmp_path, LLAMA.config())
     prompts, _ = prompts_and_params()
     rng = random.Random(0)

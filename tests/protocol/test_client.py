@@ -278,7 +278,7 @@ def unreadable_row(request_id: int) -> list[object]:
 
 
 def test_an_output_that_cannot_be_read_is_asked_for_again_alone(core: FakeCore) -> None:
-    """Also the last one of a stream, after which no gap would show."""
+    """So is the last one of a stream, after which no gap would show."""
 
     async def play(client: AsyncEngineClient) -> None:
         broken, whole = (client.submit([5], PARAMS) for _ in range(2))

@@ -36,7 +36,7 @@ def test_resumed_request_goes_to_the_replica_with_its_fingerprint(cores: Cores) 
 def test_replicas_that_compute_otherwise_are_reported_once(
     cores: Cores, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also those whose successor does; what differs is named."""
+    """So are those whose successor does; the report names what differs."""
 
     def lines() -> list[str]:
         return [one for one in caplog.messages if "computes differently" in one]

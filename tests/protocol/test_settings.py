@@ -28,7 +28,7 @@ def test_without_flags_all_settings_have_their_defaults(monkeypatch: pytest.Monk
 
 
 def test_a_gpu_computes_larger_steps(tmp_path: Path) -> None:
-    """Unless they are configured, or the model is not computed there."""
+    """Configured sizes stay, as do those of a model that is computed elsewhere."""
 
     def sizes(**values: object) -> tuple[int, int]:
         scheduler = resolve({"model": "demo"} | values, {}, gpu_nodes=nodes).scheduler
@@ -195,7 +195,7 @@ def test_bad_value_is_named_with_its_bound(values: dict[str, object], complaint:
 
 
 def test_rules_name_settings_as_the_user_has(tmp_path: Path) -> None:
-    """As flags, variables or keys; one that is not given as a key only where all others are."""
+    """A rule names flags, variables or keys; one not given is a key only if all others are."""
     file = tmp_path / "engine.yaml"
 
     def complaint(content: str = "", *, environ: dict[str, str] | None = None, **flags: Any) -> str:

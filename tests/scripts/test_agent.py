@@ -116,7 +116,7 @@ def test_an_agent_has_its_run_directory_before_it_has_settings(
 def test_time_in_which_an_agent_did_not_look_is_not_the_silence_of_the_other_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As while it fetches a model, or while it was stopped."""
+    """An agent does not look while it fetches a model, or while it is stopped."""
     make_keys(tmp_path, ["api"])
     now = 1000.0
     monkeypatch.setattr(head_link.time, "monotonic", lambda: now)

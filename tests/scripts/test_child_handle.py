@@ -113,7 +113,7 @@ def test_stop_kills_what_does_not_leave(sleeper: str) -> None:
 def test_stop_returns_although_the_process_cannot_be_killed(
     monkeypatch: pytest.MonkeyPatch, sleeper: str
 ) -> None:
-    """As in uninterruptible sleep: every wait has a deadline."""
+    """It is as in uninterruptible sleep, and every wait has a deadline."""
     process = Child(sleeper, CONFIG, epoch=1)
     monkeypatch.setattr(process, "kill", lambda: None)
     monkeypatch.setattr(child_handle, "_DEATH_TIMEOUT_S", 0.05)

@@ -105,7 +105,7 @@ def test_time_continues_while_nothing_is_reported_and_stops_with_the_start() -> 
 
 
 def test_a_long_load_without_a_terminal_prints_a_line_every_ten_seconds() -> None:
-    """Of the zygote, if one loads the model for the worker."""
+    """The load may be that of the zygote, which loads the model for the worker."""
     zygote = Slot(Role.ZYGOTE)
     stream = io.StringIO()
     console = Console(stream, is_terminal=False)
@@ -167,7 +167,7 @@ def test_a_rank_that_omits_a_phase_is_not_shown_as_late() -> None:
 
 
 def test_a_long_fact_is_wrapped_under_its_text(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a terminal; a log file has it in one line."""
+    """This is so on a terminal; a log file has it in one line."""
     monkeypatch.setenv("COLUMNS", "41")
     text = "no C++ compiler: attention is slower; install g++"
     for is_terminal, expected in (
@@ -180,7 +180,7 @@ def test_a_long_fact_is_wrapped_under_its_text(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_lines_are_part_of_a_json_log(caplog: pytest.LogCaptureFixture) -> None:
-    """With one message for each row of the start."""
+    """Each row of the start is one message."""
     stream = io.StringIO()
     caplog.set_level(logging.INFO, "troika.supervisor")
     console = Console(stream, is_terminal=True, is_log_only=True)
@@ -191,7 +191,7 @@ def test_lines_are_part_of_a_json_log(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_note_wipes_the_echo_of_ctrl_c(caplog: pytest.LogCaptureFixture) -> None:
-    """On a terminal only; otherwise just the log is written."""
+    """This is so on a terminal only; otherwise just the log is written."""
     for is_terminal, expected in ((True, "\r\x1b[K"), (False, "")):
         stream = io.StringIO()
         Console(stream, is_terminal=is_terminal).note(logging.WARNING, "finishing")

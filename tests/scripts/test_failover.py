@@ -270,7 +270,7 @@ def test_end_kills_helpers_and_stops_the_others() -> None:
 def test_all_processes_come_back_after_any_deaths_and_restarts(
     data: st.DataObject, standbys: tuple[bool, bool], size: int
 ) -> None:
-    """After deaths, messages and restarts in random order, all processes come back."""
+    """Deaths, messages and restarts come in random order."""
     has_zygotes = standbys[0] or size > 1
     drill = Drill(size, standby=standbys[0], zygotes=has_zygotes, standby_core=standbys[1])
     expected = {API, CORE, *ranks(WORKER, size)}

@@ -46,7 +46,7 @@ def look(drill: Drill, marks: dict[Slot, ProgressRecord], now: float) -> list[Ac
 
 
 def test_hanging_worker_is_suspected_then_killed_and_the_core_is_notified() -> None:
-    """At its deadline: stacks and no more work. At twice that: SIGKILL, with the cause recorded."""
+    """It prints its stacks at its deadline, and gets SIGKILL with the cause at twice that time."""
     drill = Drill().all_ready()
     epoch, began = drill.living[WORKER], drill.now
     marks = mark(drill, WORKER, began)

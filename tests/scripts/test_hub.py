@@ -172,7 +172,7 @@ def test_a_connection_that_never_gets_further_is_given_up_and_the_next_start_con
 
 
 def test_a_part_that_is_damaged_is_fetched_again(hub: Hub) -> None:
-    """As after a loss of power: the file has its length, and not its content."""
+    """After a loss of power a file may have its length, and not its content."""
     hub.cuts["model.safetensors"] = [CUT_AT] * 10
     refusal()
     hub.cuts.clear()

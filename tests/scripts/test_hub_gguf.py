@@ -85,7 +85,7 @@ def header(*keys: tuple[str, bytes]) -> bytes:
 def test_the_file_of_a_quantization_is_fetched(
     hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without the others, and without a configuration; offline it is found in the cache."""
+    """No other file is, and no configuration; offline it is found in the cache."""
     files = tmp_path / "files"
     (files / "more").mkdir()
     names = ("m-Q4_K_M.gguf", "m-Q8_0.gguf", "more/m.Q5_K.gguf", "m-IQ4_K_M.gguf")

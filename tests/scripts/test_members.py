@@ -239,7 +239,7 @@ def fetch_settings(bench: Bench, link: HeadLink, on_turn: Callable[[], None] = l
 
 
 def test_an_agent_sends_why_its_engine_could_not_start(bench: Bench) -> None:
-    """Also before it has joined."""
+    """It does so even before it has joined."""
     link = HeadLink(bench.address, bench.keys, "two")
     fetch_settings(bench, link)
     link.close("worker 1 failed: " + "x" * MAX_TEXT)

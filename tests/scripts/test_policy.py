@@ -65,7 +65,7 @@ def pause_before_restart(drill: Drill, slot: Slot, evidence: Evidence | None = N
 
 
 def test_pauses_double_up_to_the_limit_while_successors_do_no_useful_work() -> None:
-    """0, then 0.1 s and so on, with jitter between half and whole."""
+    """They are 0, then 0.1 s and so on, with jitter between half and whole."""
     drill = Drill().all_ready()
     pauses = [pause_before_restart(drill, CORE) for _ in range(8)]
     assert pauses[0] == 0.0
@@ -77,7 +77,7 @@ def test_pauses_double_up_to_the_limit_while_successors_do_no_useful_work() -> N
 @pytest.mark.parametrize("slot", [CORE, WORKER])
 @pytest.mark.parametrize("status", [-signal.SIGKILL, -signal.SIGSEGV, 1])
 def test_a_process_that_has_completed_a_step_is_restarted_at_once(slot: Slot, status: int) -> None:
-    """However often and however soon it dies, and whatever it dies of."""
+    """It may die often and soon, and of any cause."""
     drill = Drill().all_ready()
     for _ in range(100):
         drill.wait(0.3)
@@ -87,7 +87,7 @@ def test_a_process_that_has_completed_a_step_is_restarted_at_once(slot: Slot, st
 
 
 def test_without_work_to_do_service_as_long_as_the_start_took_is_useful() -> None:
-    """At least a second. An idle engine that is killed every few seconds never backs off."""
+    """It takes at least a second. One killed while idle every few seconds never backs off."""
     drill = Drill().all_ready()
     for _ in range(20):
         drill.wait(1.0)
@@ -105,7 +105,7 @@ def test_without_work_to_do_service_as_long_as_the_start_took_is_useful() -> Non
 
 @pytest.mark.parametrize("is_overdue", [False, True])
 def test_a_step_that_never_ends_is_not_useful_work(is_overdue: bool) -> None:
-    """Nor is the time that a process hangs before it is killed."""
+    """The time that a process hangs before it is killed is not either."""
     drill = Drill().all_ready()
     for _ in range(3):
         drill.wait(9.0)

@@ -134,7 +134,7 @@ def test_a_process_that_has_not_been_started_has_no_restarts(bench: Bench) -> No
 
 
 def test_successor_of_an_api_process_has_its_index() -> None:
-    """So it takes over the journal, and owns the same requests."""
+    """It therefore takes over the journal, and owns the same requests."""
     ranks: list[int] = []
 
     def start_child(module: str, config: EngineConfig, **options: Any) -> FakeChild:

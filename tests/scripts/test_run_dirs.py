@@ -67,7 +67,7 @@ def leave_shared_files(run_dir: str) -> list[Path]:
 
 
 def test_a_given_directory_keeps_no_file_of_processes_that_have_ended(base: Path) -> None:
-    """Nor does shared memory."""
+    """Shared memory has none either."""
     run_dir = RunDir(str(base / "given"))
     run_dir.next_epoch()
     left = leave_shared_files(run_dir.path)

@@ -158,7 +158,7 @@ def test_signal_during_the_first_start_ends_it_at_once() -> None:
 
 
 def test_stop_that_is_ignored_ends_in_a_kill_in_bounded_time() -> None:
-    """5 s in total, then SIGKILL; a process that survives it is left behind, with status 1."""
+    """SIGKILL comes after 5 s; a process that survives it is left behind, with status 1."""
     drill = Drill().all_ready()
     drill.signal()
     drill.receive(API, Drained())

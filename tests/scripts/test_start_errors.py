@@ -299,7 +299,7 @@ def test_a_file_of_keys_that_others_can_read_is_named(tmp_path: Path) -> None:
 
 
 def test_journals_that_no_process_reads_are_named(tmp_path: Path) -> None:
-    """After a start with fewer API processes."""
+    """There are some after a start with fewer API processes."""
     for name in ("api-1", "api-2", "api-x"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "0000000000000001.journal").touch()

@@ -171,7 +171,7 @@ def test_a_replica_without_a_readable_answer_has_a_line_with_the_reason(
 def test_an_engine_of_another_version_has_a_line_with_both_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of the status command, and of the one that restarts a process."""
+    """The status command prints it, and so does the one that restarts a process."""
     run_dir = str(tmp_path / "run")
     monkeypatch.setattr(status, "TIMEOUT_S", 0.5)
     monkeypatch.setattr(restart, "_ANSWER_TIMEOUT_S", 0.2)

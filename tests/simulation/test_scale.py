@@ -64,7 +64,7 @@ def random_plan(number: int) -> Plan:
 def test_replicas_that_compute_late_give_the_same_result(
     numbers: range, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As if each step were computed at its own time, also with preemptions and without replicas."""
+    """It is as if each step were computed at its time, with preemptions and without replicas."""
     plans = [random_plan(number) for number in numbers]
     late = [World(plan).run() for plan in plans]
     in_time = property(lambda replica: replica._ends_at if replica._asked else None)

@@ -127,7 +127,7 @@ STREAM = chunk(5) + chunk(6, "length") + DONE
 
 
 def test_streams_are_read_to_one_end() -> None:
-    """Also the streams of clients that mean to leave, unless they have left."""
+    """So are those of clients that mean to leave, unless they have left."""
     leaving = SoakRequest(0, Way.LEAVE, [5], 512, 9)
     for request in (leaving, SoakRequest(0, Way.STREAM, [5], 2, 0)):
         assert read_reply(request, Reply(200, STREAM)) == ([5, 6], "length")
@@ -272,7 +272,7 @@ def test_broken_connection_reports_whether_an_answer_had_begun() -> None:
 
 
 def test_client_leaves_in_the_middle() -> None:
-    """After the first event, while the server continues."""
+    """It leaves after the first event, while the server continues."""
     (reply,) = exchange([[CHUNKED[:66], CHUNKED[66:]]], leave_after=1)
     assert isinstance(reply, Reply)
     assert reply.body.startswith(b"data: 1\n\n")

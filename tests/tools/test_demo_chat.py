@@ -43,7 +43,7 @@ def test_a_sample_is_a_prompt_of_the_engine_and_an_answer_that_its_parser_reads(
 
 
 def test_everything_that_the_assistant_writes_is_learnt() -> None:
-    """Except the start of earlier messages, and calls in a text with another prompt."""
+    """The start of earlier messages is not, nor calls in a text with another prompt."""
     values, maker = Values(Random(2), is_held_out=False), SampleMaker(TEMPLATE)
     for _ in range(60):
         chat = conversation(values, long_rate=0.5)

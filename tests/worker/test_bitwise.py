@@ -55,7 +55,7 @@ def test_logits_are_the_same_bits_in_every_schedule(
     checkpoints: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Also on another number of threads."""
+    """The number of threads makes no difference either."""
     build()
     directory = checkpoints[name]
     configs = [engine_config(directory, dtype, threads, decoder) for threads in NUM_THREADS]

@@ -168,7 +168,7 @@ def test_a_step_that_raises_is_reported_and_ends_the_loop(bench: Bench, runner: 
 
 
 def test_a_launched_step_is_answered_when_it_is_done(tmp_path: Path) -> None:
-    """Also if no message comes; meanwhile the loop does not sleep."""
+    """It is answered even if no message comes; meanwhile the loop does not sleep."""
     runner = DeviceRunner()
     bench = Bench(str(tmp_path), runner)
     bench.until(lambda: bench.hellos)

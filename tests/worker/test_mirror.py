@@ -249,7 +249,7 @@ def test_requests_without_drafts_advance_in_steps_with_drafts() -> None:
 
 
 def test_edits_count_sampled_tokens_alone() -> None:
-    """With and without drafts: as if the edits were made now."""
+    """With drafts or without, it is as if the edits were made now."""
     mirror, params = make_mirror(), SamplingParams(presence_penalty=0.5)
     request = msgspec.structs.replace(new(1, blocks=range(1, 4)), sampling_params=params)
     mirror.advance(mirror.apply(step(0, 6, [request], counts={1: 6})), [61])

@@ -177,7 +177,7 @@ def test_one_rank_answers_for_all() -> None:
 
 
 def test_a_lost_adoption_is_left_once() -> None:
-    """So that other ranks do not wait for this one."""
+    """Other ranks then do not wait for this one."""
     runner = FakeRunner()
     shim = WorkerShim(runner, 0, PID, OWN_EPOCH)
     shim.end_adoption()

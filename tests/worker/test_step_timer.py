@@ -37,7 +37,7 @@ def test_one_slow_step_among_many_is_forgotten_at_last() -> None:
 
 
 def test_larger_steps_than_ever_have_more_time_by_their_tokens() -> None:
-    """Within what a first step has."""
+    """They have at most the time of a first step."""
     timer = timer_after((1, 0.2))
     assert timer.limit_s(4) == pytest.approx(16.0)
     assert timer.limit_s(2048) == 60.0

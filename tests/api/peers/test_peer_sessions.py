@@ -135,7 +135,7 @@ def test_a_request_that_its_client_has_named_runs_once(journaled: Pair, owner: i
 def test_a_stream_breaks_with_its_owner_and_is_taken_up_by_its_successor(
     make_pair: MakePair, tmp_path: Path
 ) -> None:
-    """Before that the client waits; where none comes, the answer is a 503."""
+    """The client waits until then; if no successor comes, the answer is a 503."""
     pair = make_pair(journal_dir=str(tmp_path / "journal"))
     pair.servers[1].__exit__()
     name = f"job-{id_owned_by(1)}"

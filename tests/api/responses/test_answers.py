@@ -109,7 +109,7 @@ def test_text_alone(plain: LiveServer) -> None:
     ],
 )
 def test_an_output_that_is_cut(make_server: MakeServer, num_cut: int, statuses: list[str]) -> None:
-    """Within reasoning, text and the arguments of a call, and between two calls."""
+    """The cut is in reasoning, in text, in the arguments of a call, or between two calls."""
     live = make_server(answering(), reasoning_parser="qwen3")
     events = stream(live, max_output_tokens=num_cut)
     items = check_events(events)
@@ -147,7 +147,7 @@ def test_logprobs_belong_to_the_text(
 def test_logprobs_of_the_text_do_not_depend_on_the_tokens_that_arrive_together(
     live: LiveServer, make_server: MakeServer, per_output: int, interval: int
 ) -> None:
-    """As after a reconnection: those of reasoning and calls are not among them."""
+    """After a reconnection they arrive together. Those of reasoning and calls are left out."""
     fields: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
     other = make_server(answering(per_output=per_output), reasoning_parser="qwen3")
 

@@ -87,7 +87,7 @@ class FakeJournaling:
 
 @play
 async def test_the_journal_restores_what_was_stored() -> None:
-    """Of the same responses in the same order, also where a snapshot repeats them."""
+    """It has the same responses in the same order, even if a snapshot repeats them."""
     journaling = FakeJournaling()
     store = ResponseStore(3, 10**6)
     store.journaling = journaling  # type: ignore[assignment]

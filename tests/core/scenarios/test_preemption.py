@@ -39,7 +39,7 @@ def test_a_preempted_request_comes_back_before_later_arrivals() -> None:
 
 
 def test_no_request_is_admitted_in_a_step_that_preempted() -> None:
-    """S12, where the newcomer would fit."""
+    """S12. The newcomer would fit."""
     bench = Harness(blocks=8)
     for name, length in (("a", 30), ("b", 30), ("c", 40)):
         bench.add(name, length)

@@ -42,7 +42,7 @@ def test_a_hit_needs_only_what_the_window_still_sees() -> None:
 
 
 def test_a_hit_ends_where_one_group_has_lost_its_blocks() -> None:
-    """S39, for a model with both kinds of layers."""
+    """S39. The model has both kinds of layers."""
     bench = Harness(budget=64, blocks=40, caching=True, kv_groups=(FULL, WINDOW))
     prompt = list(range(96))
     bench.add("a", prompt, 1)

@@ -52,7 +52,7 @@ def test_a_step_whose_drafts_are_all_right_brings_one_token_more() -> None:
 
 
 def test_the_budget_cuts_drafts_in_order_of_admission() -> None:
-    """S32, where the step of 6 goes to both, and first to the drafts of the first."""
+    """S32. The step of 6 goes to both, and first to the drafts of the first."""
     bench = Harness(
         num_speculative_tokens=SPECULATIVE,
         budget=6,
@@ -75,7 +75,7 @@ def test_drafts_come_only_after_the_prompt_is_computed() -> None:
 
 
 def test_no_draft_is_verified_that_could_only_be_cut() -> None:
-    """S32, where vLLM computes 4 tokens here and throws 2 of them away."""
+    """S32. vLLM computes 4 tokens here and throws 2 of them away."""
     bench = Harness(num_speculative_tokens=SPECULATIVE, guesses={"a": {1: [PLAIN_TOKEN] * 3}})
     decoding(bench, max_tokens=3)
     assert bench.step() == {"a": 2}

@@ -39,7 +39,7 @@ def test_a_pause_of_all_stops_everything_and_loses_nothing() -> None:
 
 
 def test_requests_that_end_during_a_pause_are_still_reported() -> None:
-    """S34. Slots of the worker are free, whatever the core waits for."""
+    """S34. Slots of the worker become free, whatever the core waits for."""
     bench = Harness()
     bench.add("a", 10)
     bench.add("b", 10)

@@ -198,7 +198,7 @@ def test_slow_grammars_of_one_client_neither_refuse_nor_hold_up_those_of_another
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_constrained_requests_widen_the_gaps_of_others_by_a_tenth_at_most() -> None:
-    """16 of each kind in one batch, against 32 without constraints; a timing, measured again."""
+    """A batch has 16 of each kind, or 32 without constraints; the timing is measured again."""
     growths: list[float] = []
     while not growths or (growths[-1] > 1.1 and len(growths) < 3):
         growths.append(asyncio.run(measure(16, num_rounds=5)).p99)

@@ -33,7 +33,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
 
 
 def test_official_client(engine: Engine) -> None:
-    """Whole answers and the stream helper: equal calls, whose arguments are parsed."""
+    """Whole answers and the stream helper give equal calls, whose arguments are parsed."""
     with openai.OpenAI(base_url=engine.url() + "/v1", api_key="x", max_retries=0) as client:
         options: Any = {"model": "m", "messages": MESSAGES, "tools": TOOLS, "temperature": 0}
         whole = client.chat.completions.create(**options).choices[0]
@@ -173,7 +173,7 @@ class Answer(pydantic.BaseModel):
 
 
 def test_official_client_of_responses(client: openai.OpenAI) -> None:
-    """Whole and streamed responses, and a conversation."""
+    """It gets whole and streamed responses, and continues a conversation."""
     options: Any = {"model": "m", "tools": RESPONSE_TOOLS, "temperature": 0}
     whole = client.responses.create(input=INPUT, **options)
     with client.responses.stream(input=INPUT, **options) as stream:

@@ -188,7 +188,7 @@ def test_start_that_is_cancelled_leaves_no_process() -> None:
 
 
 def test_engine_ends_with_its_object_and_with_its_program() -> None:
-    """Without a main guard and without `close`."""
+    """The program has no main guard and does not call `close`."""
     source = """
 import os
 from api_proc.llm import LLM

@@ -109,7 +109,7 @@ def test_requests_of_a_machine_that_is_gone_or_silent_continue_at_another(
 def test_a_slow_wire_that_loses_packets_costs_time_only(
     start_engine: EngineFactory, keys: Path
 ) -> None:
-    """50 ms of delay each way, and a stall for one piece of a hundred."""
+    """It delays by 50 ms each way, and stalls for one piece of a hundred."""
     machine = Machine(start_engine, keys)
     machine.engine.ready()
 

@@ -53,7 +53,7 @@ def test_streams_continue_after_kill_9(
 def test_after_kill_9_blocks_of_all_groups_are_read(
     tmp_path: Path, start_engine: EngineFactory
 ) -> None:
-    """Those of entries, and of the rows that the end of a hit reaches; also by the next start."""
+    """Those of entries are, and of the rows that a hit's end reaches; the next start reads them."""
     config = DEEPSEEK_V4.config()
     config.max_position_embeddings, config.vocab_size = 1024, 1024
     build_checkpoint(tmp_path / "model", config)
@@ -91,7 +91,7 @@ def test_after_kill_9_blocks_of_all_groups_are_read(
 
 @pytest.mark.timeout(1800)
 def test_kills_in_every_phase_change_no_stream(tmp_path: Path) -> None:
-    """Of worker, core and both."""
+    """The worker, the core or both are killed."""
     build()
     build_with_tokenizer(tmp_path / "model", DEEPSEEK_V4)
     faults = ("--matrix", "--faults", "worker,core,both")

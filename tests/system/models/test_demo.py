@@ -123,7 +123,7 @@ def test_stream_continues_after_kill_9(demo: Engine, client: openai.OpenAI, role
 def test_stream_of_rounded_numbers_continues_after_kill_9(
     start_engine: EngineFactory, rounding: dict[str, str]
 ) -> None:
-    """Of the worker and then of the core: the stream equals one without a kill."""
+    """The worker dies, then the core: the stream equals one without a kill."""
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in rounding.items()]
     engine = start_engine(*flags, model="demo")
     engine.ready()

@@ -64,7 +64,7 @@ def test_a_file_of_the_hub_is_served_by_its_quantization(
 def test_a_file_of_the_hub_that_cannot_run_is_refused_without_its_weights(
     tmp_path: Path, start_engine: EngineFactory
 ) -> None:
-    """By what its header lacks: the tensors of a layer."""
+    """Its header lacks the tensors of a layer."""
     path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE | {"num_hidden_layers": 1}), Type.Q8_0)
     content = path.read_bytes().replace(b"blk.0.attn_v.weight", b"blk.1.attn_v.weight")
     repository = tmp_path / "repository"

@@ -112,7 +112,7 @@ def test_adapters_of_a_divided_model_survive_each_rank_and_the_core(
     start_engine: EngineFactory,
     adapters: list[Path],
 ) -> None:
-    """Also one that is loaded while requests run. Streams are those of transformers."""
+    """One is loaded while requests run. Streams are those of transformers."""
     engine = start_engine(
         *("--dtype", "float32", "--enable-lora", "--enable-admin-routes", "--max-loras", "3"),
         *("--tensor-parallel-size", str(num_ranks), "--pipeline-parallel-size", str(num_stages)),
@@ -170,7 +170,7 @@ def load(engine: Engine, path: Path, name: str = "", **more: Any) -> httpx.Respo
 
 
 def test_all_api_processes_know_the_same_adapters(null: Engine, adapters: list[Path]) -> None:
-    """Also one that is started again; its name is free after an unload."""
+    """So does one that is started again; the name is free after an unload."""
     assert load(null, adapters[0]).status_code == 200
     again = load(null, adapters[0])
     assert (again.status_code, again.json()["error"]["code"]) == (400, "already_loaded")
@@ -189,7 +189,7 @@ def test_all_api_processes_know_the_same_adapters(null: Engine, adapters: list[P
 
 
 def test_requests_of_an_unloaded_adapter_are_finished(null: Engine, adapters: list[Path]) -> None:
-    """Also after the death of the worker and of the core."""
+    """They are finished after the death of the worker and of the core, too."""
     assert load(null, adapters[0]).status_code == 200
     whole = greedy(null, "a0", num_tokens=LONG).join().token_ids
     streams = [greedy(null, "a0", num_tokens=LONG) for _ in range(4)]
@@ -296,7 +296,7 @@ def test_an_adapter_in_error_ends_the_start_with_one_sentence(
 
 
 def test_prompts_of_a_python_program_have_adapters(adapters: list[Path], tmp_path: Path) -> None:
-    """In the engine's own processes and in this one, with the same results."""
+    """The results are the same in the engine's own processes and in this one."""
     prompts, params = [[5, 6, 7]] * 3, SamplingParams(temperature=0, max_tokens=20)
     one, other = (LoRARequest(path.name, 1, str(path)) for path in adapters[:2])
     requests = [one, None, other]

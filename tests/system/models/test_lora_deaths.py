@@ -161,7 +161,7 @@ def test_an_adapter_in_whose_loads_all_workers_are_killed_is_refused_until_it_is
 def test_texts_of_a_model_are_exact_though_workers_are_killed_while_they_load(
     start_engine: EngineFactory, failpoints: Path, tmp_path: Path
 ) -> None:
-    """With the standby and the zygote, which replace a worker within a fraction of a second."""
+    """The standby and the zygote replace a worker within a fraction of a second."""
     model = demo_model()
     large = write_adapter(tmp_path / "large", model, TARGETS, rank=512, seed=1, strength=0.5)
     small = write_adapter(tmp_path / "small", model, TARGETS, rank=4, seed=2, strength=0.5)

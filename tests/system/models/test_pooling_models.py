@@ -124,7 +124,7 @@ def refusal(ask: Callable[[], Any]) -> str:
 def test_a_cross_encoder_scores_the_same_over_kill_9(
     start_engine: EngineFactory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Over HTTP; a program has the same results."""
+    """Scores come over HTTP; a program has the same results."""
     write_cross_encoder(tmp_path)
     engine = start_engine(*FLAGS, model=str(tmp_path))
     assert engine.readiness()["exact_resume"]

@@ -48,7 +48,7 @@ def test_streams_continue_after_kill_9(
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("architecture", KINDS, ids=lambda kind: kind.name)
 def test_kills_in_every_phase_change_no_stream(architecture: Architecture, tmp_path: Path) -> None:
-    """Of worker, core and both: streams of every kind are computed again from their states."""
+    """Worker, core or both die: streams of every kind are computed again from their states."""
     build()
     build_with_tokenizer(tmp_path / "model", architecture)
     faults = ("--matrix", "--faults", "worker,core,both")

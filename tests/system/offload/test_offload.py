@@ -206,7 +206,7 @@ def num_loaded_at(client: AsyncEngineClient) -> int:
 def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
     parts: tuple[str, ...], damaged: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
-    """Of several ranks, one that cannot read its part is enough."""
+    """One of several ranks that cannot read its part is enough."""
     flags = ("--kv-offload-dir", str(tmp_path / "kv"), *parts)
     engine = start(start_engine, *flags)
     with connected(engine) as client:

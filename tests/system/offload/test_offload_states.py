@@ -99,7 +99,7 @@ def check_kill(engine: Engine, client: EngineClient, role: Role, expected: Token
 def test_after_kill_9_states_are_read_and_streams_continue(
     architecture: Architecture, flags: tuple[str, ...], tmp_path: Path, start_engine: EngineFactory
 ) -> None:
-    """So are they after the next start, from a disk; damaged ones are computed."""
+    """States are read from a disk after the next start, too; damaged ones are computed."""
     disk = tmp_path / "kv"
     stores = (*MEMORY, "--kv-offload-dir", str(disk))
     engine = start(start_engine, architecture, tmp_path / "model", *stores, *flags)

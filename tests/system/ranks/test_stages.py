@@ -96,7 +96,7 @@ def test_streams_of_recurrent_layers_continue_after_kill_9(
     start_engine: EngineFactory,
     tmp_path: Path,
 ) -> None:
-    """Of each stage and of the core: all stages begin again from the beginning or a snapshot."""
+    """Each stage dies, and the core: all stages begin anew, or from a snapshot."""
     model = build_model(tmp_path / "model", architecture)
     flags = ("--no-api", "--num-threads", "1", "--dtype", "float32", "--mamba-block-size", "64")
     whole = start_engine(*flags, "--standby-workers", "0", model=model, timeout_s=LOAD_TIMEOUT_S)

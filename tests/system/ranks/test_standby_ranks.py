@@ -93,7 +93,7 @@ def test_a_planned_restart_of_a_group_ends_in_its_standbys(start_engine: EngineF
 def test_groups_come_back_after_any_deaths_at_once(
     start_engine: EngineFactory, num_ranks: int, victims: str
 ) -> None:
-    """For each rank in turn: the tokens are those of an undisturbed run."""
+    """Each rank dies in turn: the tokens are those of an undisturbed run."""
     engine = start_group(start_engine, num_ranks)
     load = loaded(engine, 300 * num_ranks)
     for rank in range(num_ranks):

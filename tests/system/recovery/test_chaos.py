@@ -55,7 +55,7 @@ def test_short_run_finds_nothing(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_kills_at_a_steady_rate_change_no_stream(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the engine's default settings; each kill is of another process."""
+    """The engine has its default settings; each kill is of another process."""
     arguments = ("--every", "0.5", "--kills", "6", "--streams", "8")
     kills, streams, _, _, *harms = run(capsys, *arguments)
     assert kills == 6

@@ -153,7 +153,7 @@ def test_ids_are_checked(shared: Engine) -> None:
 
 
 def test_a_stop_string_is_found_after_a_break_anywhere(shared: Engine) -> None:
-    """Also where text is held back that may become a stop string."""
+    """Text may be held back that can become a stop string."""
     text = "".join(event.text for event in Stream(shared.url(), body()).events())
     fields = body(stop=text[50:57])
     headers = {"X-Request-Id": "stops"}

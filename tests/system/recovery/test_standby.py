@@ -182,7 +182,7 @@ def test_dead_standby_is_not_promoted(standing: Engine) -> None:
     "number", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
 )
 def test_no_process_is_left(standing: SharedEngine, number: signal.Signals) -> None:
-    """After SIGTERM, and after SIGKILL of the supervisor."""
+    """None is left after SIGTERM, nor after SIGKILL of the supervisor."""
     standing.may_end = True
     complete(standing)
     standing.process.send_signal(number)

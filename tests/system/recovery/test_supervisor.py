@@ -81,7 +81,7 @@ def test_serves_and_survives_the_death_of_each_process(shared_engine: EnginePool
 def test_with_work_to_do_the_tenth_death_in_a_row_delays_a_stream_no_more_than_the_first(
     start_engine: EngineFactory,
 ) -> None:
-    """At default settings. Pauses that doubled would last 6 s and more by then."""
+    """Settings are the default. Pauses that doubled would last 6 s and more by then."""
     engine = start_engine("--null-step-ms", "10", "--standby-workers", "1")
     stalls = []
     with open_stream(engine, 8_000) as stream:

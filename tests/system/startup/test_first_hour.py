@@ -69,7 +69,7 @@ def test_aliases_name_the_same_model(served: tuple[Engine, str]) -> None:
 
 
 def test_no_key_is_visible_in_any_process(served: tuple[Engine, str]) -> None:
-    """Neither in argv nor in the environment, of the supervisor or of its children."""
+    """No argv and no environment has one, of the supervisor or of its children."""
     engine, path = served
     for key in (VARIABLE_KEY, FILE_KEY):
         with client(path, key) as http:

@@ -39,7 +39,7 @@ REFUSED: tuple[tuple[tuple[str, ...], int, str], ...] = (
 def test_the_reason_comes_within_three_seconds(
     flags: tuple[str, ...], status: int, reason: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
-    """From the command's start, on two free cores; the weights would take longer alone."""
+    """The time runs from the command on, on two free cores; weights alone would take longer."""
     num_bytes = write_hollow(tmp_path / "model", Qwen3Config(**SHAPE | SIZES))
     assert num_bytes > 4_000_000_000
     for file in DEMO_MODEL.glob("tokenizer*"):

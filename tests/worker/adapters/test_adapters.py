@@ -325,7 +325,7 @@ def logits_of(
 def test_patterns_scales_and_types_of_an_adapter_file(
     llama: tuple[ModelRunner, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also ranks that are filled up with zeros, which change no bit."""
+    """Ranks that are filled up with zeros change no bit."""
     runner, model = llama
     texts = make_texts(runner.facts.vocab_size, (17, 5))
     plain = write_adapter(tmp_path / "plain", model, ATTENTION, rank=4)

@@ -51,7 +51,7 @@ def directory(tmp_path: Path) -> Path:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("window", [128, 20])
 def test_outputs_of_long_texts_equal_generate(window: int, tmp_path: Path) -> None:
-    """With groups of 4 and 128 tokens, cut at other places, and behind cached prefixes.
+    """Groups have 4 and 128 tokens, are cut at other places, and follow cached prefixes.
 
     The blocks of rows that neither windows nor groups reach are freed, and used again.
     """
@@ -84,7 +84,7 @@ def test_outputs_of_long_texts_equal_generate(window: int, tmp_path: Path) -> No
 def test_of_entries_with_equal_scores_the_earlier_ones_are_selected(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With few heads many scores are 0, and the order in which topk returns those is undefined."""
+    """Few heads give many scores of 0, and topk returns those in no defined order."""
     build()
     config = DEEPSEEK_V4.config()
     config.index_n_heads, config.index_topk = 2, 1

@@ -139,7 +139,7 @@ def test_attention_without_latent_rows_stays(tmp_path: Path) -> None:
 
 
 def test_the_cache_holds_a_ninth_for_the_shape_of_v2_lite(tmp_path: Path) -> None:
-    """576 numbers a token and layer instead of 16 heads of 192 and 128."""
+    """A token and layer take 576 numbers, instead of 16 heads of 192 and 128."""
     sizes = {"num_hidden_layers": 3, "num_attention_heads": 16, "num_key_value_heads": 16}
     config = DeepseekV2Config(
         **{name: value for name, value in (SHAPE | sizes).items() if name != "head_dim"},

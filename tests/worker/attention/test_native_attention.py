@@ -283,7 +283,7 @@ def test_scores_may_rise_and_fall_with_the_position(
 def test_a_score_that_is_not_a_number_reaches_the_result(
     uses_tiles: bool, without_tiles: NativeLibrary
 ) -> None:
-    """Also where it is the only one of its span."""
+    """It does so even if it is the only one of its span."""
     texts = Texts(SPECS[0], 16, torch.bfloat16)
     library = None if uses_tiles else without_tiles
     layer = texts.layer(native_backend(16, torch.bfloat16, library=library))
@@ -337,7 +337,7 @@ def test_a_token_changes_no_row_before_it(
     kind: int,
     without_tiles: NativeLibrary,
 ) -> None:
-    """Also where its key or its value is not a number, which a weight of zero does not remove."""
+    """Its key or value may be no number, which a weight of zero does not remove."""
     dtype, uses_tiles, format = kernel
     texts = Texts(spec, 16, dtype, format=format)
     library = None if uses_tiles else without_tiles

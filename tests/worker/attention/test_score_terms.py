@@ -49,7 +49,7 @@ DISTANCES = 21
 
 
 def test_key_biases_are_added_to_scores() -> None:
-    """Also in bfloat16, which rounds the inverse of most scales."""
+    """bfloat16 rounds the inverse of most scales."""
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 1e-3)):
         query, key = torch.randn(1, 4, 3, 8).to(dtype), torch.randn(1, 2, 5, 8).to(dtype)
         biases = torch.randn(1, 2, 1, 5).to(dtype)
@@ -95,7 +95,7 @@ def test_the_probe_records_terms(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("num_shared_experts", [2, NUM_PROBE_TOKENS])
 def test_experts_are_not_counted_as_rows(num_shared_experts: int, tmp_path: Path) -> None:
-    """Also where as many experts share a row as the probe has rows."""
+    """They are not even if as many experts share a row as the probe has rows."""
     config = MODELS["inkling_text"].config()
     config.n_shared_experts = num_shared_experts
     config.save_pretrained(tmp_path)

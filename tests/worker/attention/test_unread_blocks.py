@@ -67,7 +67,7 @@ MORE_WINDOW_CUTS = ((4, 40), (16, 2), (32, 1))
 def test_blocks_before_the_window_are_never_read(
     kind_and_cut: tuple[Kind, tuple[int, int]], spec: LayerSpec
 ) -> None:
-    """Neither they, where the table still has them, nor the null block in their place."""
+    """The table may still have them, or have the null block in their place."""
     kind, (block_size, chunk) = kind_and_cut
     assert spec.window is not None
     texts = Texts(spec, block_size, kind.dtype, format=kind.format)

@@ -102,7 +102,7 @@ def test_difference_between_decode_and_prefill_is_found(
     ids=["rows", "rows of heads", "as many heads as columns", "without a batch"],
 )
 def test_rows_are_tried_among_more_and_fewer(shape: tuple[int, ...]) -> None:
-    """Wherever the rows of a result are: decays have heads behind them, routers have no batch."""
+    """Rows may be anywhere in a result: decays have heads behind them, routers have no batch."""
 
     class Shaped(nn.Module):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -120,7 +120,7 @@ def test_rows_are_tried_among_more_and_fewer(shape: tuple[int, ...]) -> None:
 
 
 def test_factors_of_each_head_count_as_no_matrix() -> None:
-    """Those of norms, as in Command R+; a product with a weight of that shape is found."""
+    """Norms of Command R+ have such factors; a product with a weight of that shape is found."""
 
     class Product(CohereLayerNorm):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -138,7 +138,7 @@ def test_factors_of_each_head_count_as_no_matrix() -> None:
 
 
 def test_factors_of_each_head_may_depend_on_positions() -> None:
-    """Beside a part without weights, as in Inkling-2."""
+    """A part without weights may be there, too, as in Inkling-2."""
 
     class Scaled(nn.Module):
         def __init__(self) -> None:
@@ -195,7 +195,7 @@ def test_attention_within_a_token_is_torchs() -> None:
 
 
 def test_norms_whose_first_dimension_is_the_tokens_are_not_tried_with_other_heads() -> None:
-    """As in Chameleon, whose norms of heads take no batch; others are tried as before."""
+    """Chameleon's norms of heads take no batch; others are tried as before."""
 
     class FirstRowRules(ChameleonLayerNorm):
         def forward(self, hidden: torch.Tensor) -> torch.Tensor:

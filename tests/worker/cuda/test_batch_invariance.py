@@ -64,7 +64,7 @@ def test_a_product_has_the_same_bits_in_every_batch(dtype: torch.dtype, has_bias
 def test_attention_has_the_same_bits_in_every_cut(
     dtype: torch.dtype, window: int | None, has_sinks: bool
 ) -> None:
-    """Also where the contexts of decodes would be divided otherwise."""
+    """The contexts of decodes may be divided otherwise."""
     spec, scoring = LayerSpec(4, 2, 16, 16, window), Scoring(0.25, None)
     num_blocks = -(-LENGTH // BLOCK_SIZE)
     kv = KVTensors(*(randn(num_blocks, BLOCK_SIZE, 2, 16, dtype=dtype, seed=i) for i in (1, 2)))

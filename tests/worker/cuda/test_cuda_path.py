@@ -95,7 +95,7 @@ def test_layers_are_proven_in_bfloat16(tmp_path: Path, monkeypatch: pytest.Monke
 def test_a_decode_is_the_same_over_static_buffers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also after the pool has been released and is back, and beside rows that fill up."""
+    """The pool may have been released meanwhile, and rows may fill up the buffers."""
     build_checkpoint(tmp_path, LlamaConfig(**SMALL))
     runner = make_runner(tmp_path, native_decoder=NativeDecoder.OFF)
     graphs = runner._graphs

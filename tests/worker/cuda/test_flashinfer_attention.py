@@ -98,7 +98,7 @@ def compute(
 def test_a_step_equals_that_of_the_engines_kernels(
     window: int | None, softcap: float | None, is_decode: bool, stand_in: Any
 ) -> None:
-    """Also where blocks that a window has passed were given back, and the null block is NaN."""
+    """Blocks that a window has passed may have been freed; the null block is NaN."""
     spec, scoring = LayerSpec(4, 2, 64, 64, window), Scoring(0.1, softcap)
     passed = 0 if window else 3
     parts = [part_of(17, 1, [passed, 7, passed, 9, 2]), part_of(0, 1, [5])]

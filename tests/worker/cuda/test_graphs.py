@@ -87,7 +87,7 @@ def test_the_largest_size_is_captured_first_and_makes_the_buffer(recorder: _Reco
 
 
 def test_one_token_of_a_prompt_is_not_replayed(recorder: _Recorder) -> None:
-    """With prompt logprobs it has a row, too, and that comes after the rows to sample."""
+    """With prompt logprobs it has a row, which follows the rows to sample."""
     made = make_graphs()
     described = SamplingParams(prompt_logprobs=1)
     prompt = MirroredRequest(0, [3] * 4, 4, described, [array("i", [1])], 0, 0)

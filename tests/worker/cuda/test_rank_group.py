@@ -119,7 +119,7 @@ def compute_tokens(
 def test_ranks_compute_the_tokens_of_the_whole_model(
     config: PretrainedConfig, decoder: str, tmp_path: Path
 ) -> None:
-    """In fp32, with steps that run ahead; a sampled text is the same in all ranks."""
+    """Steps run ahead, in fp32; a sampled text is the same in all ranks."""
     model = build_checkpoint(tmp_path / "model", config)
     (tmp_path / "run").mkdir(mode=0o700)
     prompts = [prompt[:9] for prompt in make_prompts()[:3]]

@@ -73,7 +73,7 @@ def expected(directory: Path) -> list[list[int]]:
 def test_tokens_are_those_of_the_host(
     directory: Path, runner: ModelRunner, expected: list[list[int]], is_eager: bool
 ) -> None:
-    """Over static buffers and without them, with prompts in chunks beside decodes."""
+    """Buffers are static or not, and prompts come in chunks beside decodes."""
     if is_eager:
         runner = make(directory, enforce_eager=True)
     assert (runner._graphs is None) == is_eager

@@ -22,7 +22,7 @@ ODD = [((6, 3, 5), (6, 1)), ((6, 5), (6, 7))]
 def test_blocks_go_out_before_others_come_in(
     shapes: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As on the CPU; the tensors differ in size, and one is longer than a tile."""
+    """The CPU does the same. The tensors differ in size, and one is longer than a tile."""
     kernel, launches = swap.copy_blocks_kernel, []
 
     class Counted:

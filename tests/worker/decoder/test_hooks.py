@@ -91,7 +91,7 @@ def test_hooks_that_change_nothing_change_no_bit(
     model_of: Callable[[str, str], Model],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With hooks on both sides of every projection, each of which gets its rows."""
+    """Every projection has hooks on both sides, each of which gets its rows."""
     hooked = model_of(name, dtype)
     recorder = recorded(hooked.runner, monkeypatch)
     names = ATTENTION if name == "qwen3_moe" else tuple(Projection)
@@ -216,7 +216,7 @@ def test_low_rank_additions_equal_merged_weights(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In every schedule with the same bits; transformers computes the merged model."""
+    """Every schedule gives the same bits; transformers computes the merged model."""
     merged = build_checkpoint(tmp_path, CONFIGS["llama"]).to(getattr(torch, dtype)).float()
     model = model_of("llama", dtype)
     adapter = make_adapter(merged, model.stack.num_layers)

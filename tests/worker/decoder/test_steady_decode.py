@@ -191,7 +191,7 @@ def test_random_steps_have_the_bits_of_newly_packed_steps(
     checkpoints: dict[str, Path],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """With few blocks, requests are preempted or swapped out."""
+    """Blocks are few, so requests are preempted or swapped out."""
     num_blocks = 900 if has_room else FEW_BLOCKS[name]
     runner = load(checkpoints[name], dtype, num_blocks=num_blocks)
     num_preemptions = 0

@@ -89,7 +89,7 @@ def runner(checkpoint: Callable[[str], Path]) -> Callable[..., ModelRunner]:
 def test_tokens_and_logprobs_are_those_without_drafts(
     model: str, draft: str, runner: Callable[..., ModelRunner]
 ) -> None:
-    """In whole prompts and chunks, with stays on the host, and with fewer drafts than announced."""
+    """Prompts are whole or in chunks, requests stay on the host, and some drafts do not come."""
     alone = MiniScheduler(runner(model, None), 64)
     expected = alone.run(PROMPTS, PARAMS)
     guessing = runner(model, draft)
@@ -215,7 +215,7 @@ class Intermittent:
 def test_requests_catch_up_when_drafts_are_wanted_again(
     max_num_seqs: int, runner: Callable[..., ModelRunner]
 ) -> None:
-    """In their own blocks, and in those of a prefix that was computed without the draft model."""
+    """The blocks are their own, or those of a prefix computed without the draft model."""
     expected = drive(runner("llama", None), PROMPTS, PARAMS).output_token_ids
     intermittent = Intermittent(runner("llama", "llama"), 5)
     options = {"num_speculative_tokens": NUM_DRAFTS, "max_num_seqs": max_num_seqs}

@@ -104,7 +104,7 @@ class Bench:
 
 @pytest.mark.parametrize("num_blocks", [2, 5, 9, 40])
 def test_a_part_begins_from_the_state_of_the_tokens_before_it(num_blocks: int) -> None:
-    """In random orders, with prefixes in common, right and wrong drafts, and blocks for few."""
+    """Orders are random, prefixes common, drafts right and wrong, and blocks few."""
     num_begun_from_snapshots = num_computed = 0
     for seed in range(30):
         rng = random.Random(seed)

@@ -217,7 +217,7 @@ def drive_few(runner: ModelRunner, options: dict[str, object]) -> tuple[Run, Rec
 def test_every_draft_of_a_recurrent_model_itself_is_right(
     architecture: Architecture, ways: Sequence[str], tmp_path: Path
 ) -> None:
-    """After preemptions and cached prefixes, too: one wrong state would make it draft others."""
+    """Preemptions and cached prefixes occur: one wrong state would make it draft others."""
     build_checkpoint(tmp_path, architecture.config())
     plain, guessing = load(tmp_path, None), load(tmp_path, tmp_path)
     expected, logprobs = drive_few(plain, WAYS["uncached"])
@@ -259,7 +259,7 @@ def test_recurrent_models_draft_for_others(draft: str, tmp_path: Path) -> None:
 def test_a_recurrent_draft_model_begins_from_snapshots(
     tmp_path: Path, num_computed: list[int]
 ) -> None:
-    """Where there is none, it computes a text from its first token on, as its budget allows."""
+    """Without a snapshot it computes a text from its first token on, as its budget allows."""
     build_checkpoint(tmp_path, BY_NAME["lfm2"].config())
     guessing = load(tmp_path, tmp_path)
     prefix = list(range(20, 20 + 96))

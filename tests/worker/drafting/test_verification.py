@@ -16,7 +16,7 @@ def _rows(params: SamplingParams) -> list[tuple[list[int], SamplingRow]]:
 
 
 def test_a_row_has_the_ids_after_any_position() -> None:
-    """Also where all that is left of them are some of the drafts."""
+    """Only some of the drafts may be left of them."""
     rows = _rows(SamplingParams())
     assert len(rows) == 1 + len(DRAFTS)
     for ids, row in rows:

@@ -490,7 +490,7 @@ def test_names_that_are_checked_early_are_those_of_all_architectures() -> None:
 
 
 def test_control_tokens_end_answers(tmp_path: Path) -> None:
-    """Also those that the file names by their text alone."""
+    """So do those that the file names by their text alone."""
     vocabulary = byte_vocabulary(512)
     vocabulary.tokens[300], vocabulary.types[300] = "<|im_end|>", 3
     path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.F16, vocabulary=vocabulary)

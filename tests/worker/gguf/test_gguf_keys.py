@@ -401,7 +401,7 @@ def test_control_tokens_that_end_an_answer(load: Load, token: str) -> None:
 
 
 def test_the_end_of_a_message_of_gpt_oss_ends_no_answer(load: Load) -> None:
-    """Behind the message with its thoughts comes the one with the answer."""
+    """The message with the answer follows the one with its thoughts."""
     for types, ends in (([1, 3, 3], [2, 301, 302]), ([3, 3, 3], [2, 300, 301])):
         header = load("llama", {}).header
         header.metadata["tokenizer.ggml.tokens"][300:303] = "<|return|>", "<|call|>", "<|end|>"

@@ -48,7 +48,7 @@ def first(written: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.Monkey
 def test_the_tensors_of_all_parts_are_those_of_the_model(
     first: Path, written: tuple[Path, Path]
 ) -> None:
-    """Also where each part is reached by a link, as in the hub's cache."""
+    """Each part may be reached by a link, as in the hub's cache."""
     header = read_header(*part_paths(first))
     assert len(header.files) == 4
     assert [len(file.tensors) for file in header.files] == [0, PER_PART, PER_PART, 2]

@@ -197,7 +197,7 @@ def test_transformers_composes_texts_of_command_r_and_olmo() -> None:
 def test_special_tokens_of_sentencepiece_need_not_be_stated(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in llama.cpp, they are then 0 to 2."""
+    """They are 0 to 2 then, as in llama.cpp."""
     vocabulary = stored_pieces(train_sentencepiece())
     names = ("bos_token_id", "eos_token_id", "unknown_token_id")
     assert [vocabulary.keys[name] for name in names] == [1, 2, 0]
@@ -305,7 +305,7 @@ def test_scores_rank_the_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_ids_are_those_of_sentencepiece(
     has_prefix: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With a space before each text, as Llama-2, and without, as Gemma."""
+    """Llama-2 has a space before each text, and Gemma has none."""
     model = train_sentencepiece(add_dummy_prefix=has_prefix)
     config_class = LlamaConfig if has_prefix else Gemma2Config
     found = load(stored_pieces(model), tmp_path, monkeypatch, config_class)

@@ -117,7 +117,7 @@ def test_a_thousand_outputs_follow_their_schemas() -> None:
 def test_a_thousand_outputs_of_random_weights_follow_their_schemas(
     random_model: ModelRunner,
 ) -> None:
-    """Among as many requests without constraints. A cut output is the beginning of a valid one."""
+    """As many requests have no constraints. A cut output is the beginning of a valid one."""
     chosen = schemas() * 10
     each = enumerate(chosen)
     params = [params_of(json_schema(schema), seed, max_tokens=500) for seed, schema in each]
@@ -166,7 +166,7 @@ def test_drafts_and_preemptions_change_no_token() -> None:
     ],
 )
 def test_a_grammar_that_is_complete_ends_the_output(grammar: Grammar, expected: set[str]) -> None:
-    """Also where min_tokens asks for more, EOS is ignored, or a bias is against it."""
+    """It does so even if min_tokens asks for more, EOS is ignored, or a bias is against it."""
     options: list[dict[str, object]] = [
         *({}, {"min_tokens": 30}, {"ignore_eos": True}),
         {"logit_bias": {EOS: -100.0}, "logprobs": 2},

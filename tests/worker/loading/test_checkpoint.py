@@ -236,7 +236,7 @@ def test_json_of_the_checkpoints_is_as_expected(llama_checkpoint: Path) -> None:
 
 
 def test_latent_attention_may_have_no_rotated_part(tmp_path: Path) -> None:
-    """As in GLM-5.3-Flash, whose `head_dim` is the size of that part."""
+    """The `head_dim` of GLM-5.3-Flash is the size of that part."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"head_dim": 0, "kv_lora_rank": 16}))
     check_config_files(str(tmp_path))

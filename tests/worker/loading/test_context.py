@@ -68,7 +68,7 @@ def tokens_of(config: LlamaConfig, directory: Path, prompts: list[list[int]]) ->
 
 @pytest.mark.parametrize("max_model_len", [64, 256])
 def test_all_texts_have_the_factors_of_the_longest_one(max_model_len: int, tmp_path: Path) -> None:
-    """Beside texts of any length, in one step; long texts have those of transformers."""
+    """A step has texts of any length; long texts have the factors of transformers."""
     config = scaled(256, **LONGROPE, **ORIGINAL)
     build_checkpoint(tmp_path, config)
     prompts = [prompt for prompt in PROMPTS if len(prompt) + 30 <= max_model_len]

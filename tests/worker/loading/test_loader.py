@@ -62,7 +62,7 @@ def test_weights_are_read_straight_to_a_device(llama_checkpoint: Path) -> None:
 def test_a_model_whose_code_fails_is_refused_by_its_type(
     model_type: str, reason: str, tmp_path: Path
 ) -> None:
-    """As UnsupportedModel, which is final; other errors let the start be tried again."""
+    """UnsupportedModel is final; other errors let the start be tried again."""
     config = AutoConfig.for_model(model_type)
     for section in (config, config.get_text_config(decoder=True)):
         if hasattr(section, "num_hidden_layers"):

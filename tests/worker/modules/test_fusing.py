@@ -79,7 +79,7 @@ def test_fused_mlps_equal_the_modules(
 def test_fused_activations_equal_the_modules(
     name: str, dtype: torch.dtype, library: NativeLibrary
 ) -> None:
-    """Also for strided rows, and for large arguments, where the result is 0 or the argument."""
+    """Rows may be strided, and arguments so large that the result is 0 or the argument."""
     torch.manual_seed(3)
     model = nn.Sequential(ACT2FN[name])
     wide = torch.randn(1, 40, 2 * SIZE).to(dtype) * 4

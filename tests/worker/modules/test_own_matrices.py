@@ -50,7 +50,7 @@ def pack(module: nn.Module, library: NativeLibrary, dtype: torch.dtype, **option
 def test_a_row_has_the_same_bits_among_any_others(
     name: str, dtype: torch.dtype, library: NativeLibrary
 ) -> None:
-    """Also with the parameters of a checkpoint in which only the matrix is in bfloat16."""
+    """In some checkpoints only the matrix is in bfloat16."""
     module = make(name)
     matrix = next(one for one, weight in module.named_parameters() if weight.dim() == 2)
     module._parameters[matrix] = nn.Parameter(module.get_parameter(matrix).to(dtype), False)
@@ -106,7 +106,7 @@ def test_a_module_that_computes_in_another_way_stays(
 
 
 def test_rows_with_streams_are_found(tmp_path: Any) -> None:
-    """Without weights: by what modules with matrices of their own are given."""
+    """They are found without weights, by what modules with matrices of their own are given."""
     probed = inspect(FAMILIES["hy_v4"](), tmp_path).probed
     layers = [f"model.layers.{n}.{part}_hc" for n in (0, 1) for part in ("attn", "ffn")]
     assert {probed.row_shapes[name] for name in (*layers, "model.hc_head")} == {(4, 64)}

@@ -83,7 +83,7 @@ def test_every_row_is_summed_in_the_same_order(dtype: torch.dtype, shape: tuple[
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
 def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
-    """Also an odd number of values apart."""
+    """They may be an odd number of values apart."""
     wide = torch.randn(4, 65, dtype=dtype)
     packed = make_linear(torch.randn(32, 64, dtype=dtype), None, LIBRARY)
     for rows in (wide[:, :64], wide[:, 1:], wide[::2, :64], wide[:, :64].t().contiguous().t()):

@@ -98,7 +98,7 @@ def same(want: torch.Tensor, found: torch.Tensor) -> bool:
 def test_products_have_the_bits_of_the_formula(
     shape: tuple[int, int], kernels: NativeLibrary
 ) -> None:
-    """For any number of rows: so a row does not depend on the others, NaN among them or not."""
+    """The number of rows is any: a row does not depend on the others, NaN or not."""
     weight, rows = random_weight(shape), random_rows(max(NUM_ROWS), shape[1])
     bias = torch.randn(shape[0]).bfloat16()
     packed = kernels.packer.pack(weight, bias, Format.INT8_FOR_CODES)
@@ -113,7 +113,7 @@ def test_products_have_the_bits_of_the_formula(
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_gates_have_the_bits_of_the_formula(shape: tuple[int, int], kernels: NativeLibrary) -> None:
-    """With the activation as the kernels compute it alone."""
+    """The activation is what the kernels compute alone."""
     weight, rows = random_weight(shape), random_rows(40, shape[1])
     half, bias = shape[0] // 2, torch.randn(shape[0]).bfloat16()
     packed = kernels.packer.pack(weight, bias, Format.INT8_FOR_CODES, gates=True)

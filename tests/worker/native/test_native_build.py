@@ -261,7 +261,7 @@ def test_a_prebuilt_library_that_cannot_be_loaded_is_named(
 def test_proofs_of_one_library_do_not_hold_for_another(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Though they may have the same bytes."""
+    """The two may have the same bytes."""
     compiled = NativeLibrary(build())
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     prebuilt = NativeLibrary(Path(shutil.copy(compiled.path, tmp_path / "prebuilt.so")))

@@ -75,7 +75,7 @@ def test_a_shared_block_is_read_and_not_written() -> None:
 
 @pytest.mark.parametrize("num_computed", [1, 2])
 def test_a_shared_block_is_not_written_within(num_computed: int) -> None:
-    """Even if a request begins with one token in the middle of a block."""
+    """A request may begin with one token in the middle of a block."""
     runner = NullRunner(facts())
     runner.execute(step(0, 3, [new(1, 3, [5])], counts={1: 3}))
     shared = new(2, num_computed + 1, [5], computed=num_computed)

@@ -122,7 +122,7 @@ def test_without_its_state_no_kv_is_read(problem: str, make: Callable[..., Bench
 def test_the_draft_models_blocks_are_written_and_read_with_the_models(
     make: Callable[..., Bench],
 ) -> None:
-    """Only those that it has computed, of its own group; a damaged one is left out."""
+    """It writes those that it has computed, of its own group; a damaged one is left out."""
     bench = make("one")
     bench.draft_kv.filled = {1, 2, 4, 7, 8}
     drafts = bench.draft_tensors[0]

@@ -109,7 +109,7 @@ def test_ranks_use_their_parts_of_adapters(
     decoder: NativeDecoder,
     tmp_path: Path,
 ) -> None:
-    """Also where several ranks hold one KV head; the same bits whatever is computed beside."""
+    """Several ranks may hold one KV head. Bits do not depend on what is computed beside."""
     model = build_checkpoint(tmp_path / "model", config)
     adapters = write_adapters(tmp_path, model, targets)
     expected = drive(Stages(tmp_path / "model", 1, lora=LORA), adapters)
@@ -141,7 +141,7 @@ def test_stages_use_the_matrices_of_their_layers(
     num_shares: int,
     tmp_path: Path,
 ) -> None:
-    """Also of an adapter that changes layers of one stage only."""
+    """An adapter may change layers of one stage only."""
     model = build_checkpoint(tmp_path / "model", config)
     adapters = write_adapters(tmp_path, model, targets)
     tensors = load_file(adapters[0] / WEIGHTS_FILE)

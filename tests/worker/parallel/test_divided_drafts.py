@@ -119,7 +119,7 @@ def check_draft_model(
 def test_a_draft_model_drafts_at_the_first_rank_of_the_last_stage(
     num_stages: int, num_shares: int, checkpoint: Path, draft: str
 ) -> None:
-    """Also for prompts in chunks, preempted and resumed requests."""
+    """It does so for prompts in chunks, preempted and resumed requests."""
     expected = without_drafts(Stages, checkpoint, num_stages, num_shares)
     stages = Stages(
         checkpoint,

@@ -78,7 +78,7 @@ def count_values(runners: Sequence[Runner], *, windows: bool = False) -> int:
     ids=lambda one: one.name,
 )
 def test_stages_have_the_logprobs_of_one_worker(architecture: Architecture, tmp_path: Path) -> None:
-    """Also a stage that has no recurrent layer, or no attention, though the model has both."""
+    """A stage may have no recurrent layer, or no attention, though the model has both."""
     directory = tmp_path / "model"
     build_checkpoint(directory, architecture.config())
     one = Stages(directory, 1)
@@ -120,7 +120,7 @@ def test_layers_that_pass_on_more_than_their_rows_are_refused_in_stages(
     ],
 )
 def test_stages_compute_the_tokens_of_transformers(name: str, tmp_path: Path) -> None:
-    """In stages with and without attention, and with attention that several of them share."""
+    """Stages have attention or none, and several of them may share it."""
     model = build_checkpoint(tmp_path / "model", deep(name)())
     prompts = few_prompts()
     expected = generate_all(model, prompts, MAX_TOKENS)
@@ -151,7 +151,7 @@ def test_a_stage_holds_the_states_of_its_own_layers(tmp_path: Path) -> None:
     ],
 )
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(name: str, tmp_path: Path) -> None:
-    """In bfloat16; the rows that the layers of Mamba-2 pass on are in float32."""
+    """The model is in bfloat16; rows that layers of Mamba-2 pass on are in float32."""
     build_checkpoint(tmp_path / "model", BY_NAME[name].config())
     prompts = few_prompts()
     alone = Stages(tmp_path / "model", 1, dtype="bfloat16").drive(prompts, SAMPLED)
@@ -206,7 +206,7 @@ def test_states_are_kept_copied_and_computed_again(tmp_path: Path) -> None:
 def test_states_roll_back_in_every_stage(
     name: str, num_stages: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With right and wrong drafts, preempted, swapped and computed again."""
+    """Drafts are right and wrong, and requests preempted, swapped and computed again."""
     build_checkpoint(tmp_path / "model", deep(name)())
     expected = Stages(tmp_path / "model", 1).drive(PROMPTS, PARAMS)
     texts = [a + b for a, b in zip(PROMPTS, expected.output_token_ids, strict=True)]
@@ -391,7 +391,7 @@ def test_ranks_divide_layers_with_a_state(
 def test_states_of_ranks_are_kept_copied_and_computed_again(
     name: str, changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In bfloat16: snapshots, copies, and states before drafts, of which one rank has few."""
+    """There are snapshots, copies, and states before drafts, of which one rank has few."""
     build_checkpoint(tmp_path / "model", deep(name, **changes)())
     options = {"dtype": "bfloat16", "swap_space_bytes": 8 << 20}
     plain = Stages(tmp_path / "model", 1, 2, **options)
@@ -474,7 +474,7 @@ def test_other_layers_with_a_state_are_not_divided_among_ranks(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["zamba", "zamba2"])
 def test_stages_read_the_weights_that_their_layers_share(name: str, tmp_path: Path) -> None:
-    """Also where the first of the layers that share them is of another stage, and of these once."""
+    """They read them once, even if the first layer that shares them is of another stage."""
     config: Any = BY_NAME[name].config()
     build_checkpoint(tmp_path / "model", config)
     shared = "shared_transf" if name == "zamba" else "shared_transformer"

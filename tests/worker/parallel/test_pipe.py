@@ -63,7 +63,7 @@ def make_rows(num_rows: int, seed: int, dtype: torch.dtype = torch.float32) -> t
 def test_rows_of_steps_of_all_sizes_arrive_at_the_last_stage(
     dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Also those of more rows than a slot has, and while a stage is ahead."""
+    """A step may have more rows than a slot, and a stage may be ahead."""
     counts = (1, 8, 3, 60, 9, 1, 17)
     first, middle, last = make_pipes(tmp_path, 3)
 

@@ -60,7 +60,7 @@ def make_rows(num_ranks: int, num_rows: int, dtype: torch.dtype = torch.float32)
 def test_a_program_has_the_sums_of_single_calls(
     num_threads: int, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """Also of more rows than a slot holds, and beside a rank that makes single calls."""
+    """It may have more rows than a slot, and another rank may make single calls."""
     exchanges = make_exchanges(tmp_path, 3, slot_bytes=SLOT_BYTES)
     for num_rows in (1, 200, 7):
         expected = make_rows(3, num_rows, dtype)

@@ -92,7 +92,7 @@ def test_other_families_have_the_same_bits_in_every_batch(name: str, tmp_path: P
 
 
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(tmp_path: Path) -> None:
-    """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
+    """Modules or the native decoder sample in bfloat16, with a penalty and logprobs."""
     build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
     prompts = few_prompts()
     params = sampled_with_penalty(len(prompts))
@@ -280,7 +280,7 @@ def test_devices_begin_a_step_only_if_all_ranks_have_it(tmp_path: Path) -> None:
 def test_the_next_ranks_remove_the_file_of_a_first_one_that_died_while_it_joined(
     tmp_path: Path,
 ) -> None:
-    """Before any of them makes the file at which their devices meet."""
+    """They do so before any of them makes the file at which their devices meet."""
     first, second = make_exchanges(tmp_path, 2)
     old = first._adoption.path("group-0-")
     old.touch()

@@ -161,7 +161,7 @@ def test_layers_are_divided_evenly() -> None:
 def test_tokens_do_not_depend_on_the_batch_the_cut_a_restart_or_the_stages(
     tmp_path: Path,
 ) -> None:
-    """In bfloat16, sampled, with a penalty and logprobs; by modules and by the native decoder."""
+    """Modules or the native decoder sample in bfloat16, with a penalty and logprobs."""
     build_checkpoint(tmp_path / "model", LlamaConfig(**DEEP))
     prompts = few_prompts()
     params = sampled_with_penalty(len(prompts))

@@ -222,7 +222,7 @@ class _Sizes(TorchDispatchMode):
 
 @pytest.mark.parametrize("bits", [4, 8])
 def test_words_are_unpacked_in_little_more_memory_than_their_codes(bits: int) -> None:
-    """Those of an embedding are many."""
+    """An embedding has many of them."""
     words = torch.zeros(4096, 64 * bits, dtype=torch.int32)
     with _Sizes() as sizes:
         codes = unpack_bits(words, bits)

@@ -66,7 +66,7 @@ def test_rounded_weights_stay_as_they_are(
 def test_rounded_weights_get_the_same_codes_and_scales(
     format: Format, shape: tuple[int, int], library: NativeLibrary
 ) -> None:
-    """Even if several values of a group have the greatest magnitude after the rounding."""
+    """Several values of a group may have the greatest magnitude after the rounding."""
     weight = random_weight(shape)
     first, again = (
         library.packer.pack(each, None, format)

@@ -58,7 +58,7 @@ def test_experts_without_kernels_are_refused(
 def test_mixtures_that_are_not_proven_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Where neither the mixture nor its experts alone are proven."""
+    """Neither the mixture nor its experts alone are proven."""
     build_checkpoint(tmp_path, MIXTURES["qwen3_moe"])
     monkeypatch.setattr(mixture, "_weighting", lambda *_: None)
     load(tmp_path, Quantization.W4A16)

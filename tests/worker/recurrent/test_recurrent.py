@@ -98,7 +98,7 @@ def test_a_moved_step_has_the_texts_of_a_new_one(
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen4_exp_text", "recurrent_gemma"], ids=str)
 def test_layers_keep_nothing_of_the_steps_that_they_computed(name: str, tmp_path: Path) -> None:
-    """Neither do the modules that keep their states in transformers' cache."""
+    """The modules that keep their states in transformers' cache do not either."""
     build_checkpoint(tmp_path, BY_NAME[name].config())
     runner = make_runner(tmp_path, ROOMY)
     counts = []
@@ -147,7 +147,7 @@ def test_a_module_that_computes_something_else_is_refused(
 
 @pytest.mark.slow
 def test_a_state_of_no_numbers_is_refused(tmp_path: Path) -> None:
-    """Such as that of convolutions of one tap."""
+    """A convolution of one tap has such a state."""
     config: Any = BY_NAME["zaya"].config()
     config.cca_time0 = config.cca_time1 = 1
     build_checkpoint(tmp_path, config)
@@ -198,7 +198,7 @@ def test_every_kind_computes_in_bfloat16(architecture: Any, tmp_path: Path) -> N
 
 
 def test_tied_layers_are_packed_once(tmp_path: Path) -> None:
-    """Those of Zamba2 have KV caches of their own all the same."""
+    """Those of Zamba2 have separate KV caches all the same."""
     build_checkpoint(tmp_path, BY_NAME["zamba2"].config())
     runner = make_runner(tmp_path, ROOMY)
     layers = [runner._model.get_submodule(f"model.layers.{number}") for number in (1, 2, 4, 5)]
@@ -229,7 +229,7 @@ def test_layers_with_shared_weights_have_their_own_products_and_angles(
 @pytest.mark.slow
 @pytest.mark.parametrize("num_channels", [32, 96])
 def test_averages_may_have_another_width_than_the_rows(num_channels: int, tmp_path: Path) -> None:
-    """Of RWKV; transformers' own states of it cannot have one."""
+    """Those of RWKV may; transformers' own states of it cannot."""
     config: Any = BY_NAME["rwkv"].config()
     config.attention_hidden_size = num_channels
     assert_greedy_in_every_mode(tmp_path, config)

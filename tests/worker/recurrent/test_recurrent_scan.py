@@ -269,7 +269,7 @@ def test_a_new_text_reads_nothing_of_its_blocks(kind: str, library: NativeLibrar
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_state_after_any_row_can_be_saved(kind: str, library: NativeLibrary | None) -> None:
-    """Also twice after one row, and over the state that the text begins from."""
+    """It can be saved twice after one row, and over the state that the text begins from."""
     case, start, count = Case(kind), 4, 5
     pool = case.pool()
     states = pool.tensors["m"][0]

@@ -56,7 +56,7 @@ def _masks(rng: random.Random, num_words: int, vocab_size: int) -> RowMasks:
     ids=str,
 )
 def test_both_choose_the_same_tokens(sizes: tuple[int, int], dtype: torch.dtype) -> None:
-    """With masks of fewer and of more tokens than the model has, and rows that are not finite."""
+    """Masks may have fewer or more tokens than the model, and rows may not be finite."""
     vocab_size, num_words = sizes
     native = Sampler(vocab_size, EOS, CPU, NativeLibrary(build()))
     portable = Sampler(vocab_size, EOS, CPU)
@@ -144,7 +144,7 @@ def _against_the_sample(generator: torch.Generator) -> Tensor:
 def test_both_choose_the_same_tokens_of_large_vocabularies(
     make: Callable[[torch.Generator], Tensor], dtype: torch.dtype
 ) -> None:
-    """Wherever top_k and top_p end, and whatever the kernel guesses of it."""
+    """top_k and top_p may end anywhere, whatever the kernel guesses of it."""
     native = Sampler(LARGE, EOS, CPU, NativeLibrary(build()))
     portable = Sampler(LARGE, EOS, CPU)
     logits = make(torch.Generator().manual_seed(1)).to(dtype).expand(24, -1)
@@ -365,7 +365,7 @@ def _without_penalties(row: Row) -> SamplingParams:
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_greedy_steps_of_any_size_take_the_most_likely_tokens() -> None:
-    """Also after larger and smaller steps, whose orders are kept."""
+    """Larger and smaller steps come before, whose orders are kept."""
     native = Sampler(64, EOS, CPU, NativeLibrary(build()))
     row = Row(SamplingParams(temperature=0.0), [1, 2], 1)
     generator = torch.Generator().manual_seed(1)

@@ -133,7 +133,7 @@ def test_vectors_are_pooled_hidden_states(
 def test_vectors_have_the_same_bits_alone_in_a_batch_and_in_chunks(
     loaded: tuple[ModelRunner, PreTrainedModel], pooling: Pooling
 ) -> None:
-    """Also with hits in the prefix cache, beside generations, and after preemptions."""
+    """There are hits in the prefix cache, generations beside them, and preemptions."""
     runner, _ = loaded
     if not runner.facts.exact_resume:
         pytest.skip(runner.facts.exact_resume_reason)
@@ -155,7 +155,7 @@ def test_vectors_have_the_same_bits_alone_in_a_batch_and_in_chunks(
 
 
 def test_the_sum_of_a_mean_has_the_same_bits_for_every_cut() -> None:
-    """Also where another order of the summands gives other bits."""
+    """Another order of the summands would give other bits."""
     generator = torch.Generator().manual_seed(3)
     rows = torch.randn(700, 40, generator=generator) * 10.0 ** torch.arange(700)[:, None].remainder(
         9

@@ -156,7 +156,7 @@ def test_other_dtypes_equal_reference(dtype: torch.dtype) -> None:
 
 
 def test_large_vocabulary_equals_reference() -> None:
-    """Also where the vocabulary spans many buckets, vector widths and threads."""
+    """The vocabulary spans many buckets, vector widths and threads."""
     logits = random_logits(6, 3, vocab_size=49152)
     shapes: list[dict[str, Any]] = [{}, {"top_p": 0.9}, {"top_k": 50}, {"top_k": 1000}]
     shapes += [{"min_p": 0.02}, {"temperature": 0.2}]

@@ -313,13 +313,13 @@ def test_only_allowed_tokens_remain() -> None:
 def test_a_banned_allowed_token_is_better_than_any_other(
     temperature: float, allowed: list[int]
 ) -> None:
-    """Also where it is repeated."""
+    """It is better even if it is repeated."""
     row = make_row(allowed_token_ids=allowed, bad_words=[[3], [4]], temperature=temperature)
     assert _tokens(torch.randn(1, VOCAB), [row]) == [4]
 
 
 def test_logprobs_of_chosen_candidates() -> None:
-    """In the order of the request, beside a row with the most likely ones."""
+    """They are in the order of the request, beside a row with the most likely ones."""
     logits = torch.tensor([SCORES] * 2)
     rows = [make_row(logprobs=2, logprob_token_ids=[3, 0, 5]), make_row(logprobs=2)]
     chosen, best = _sampler(len(SCORES)).sample(logits, rows).logprobs

@@ -64,7 +64,7 @@ def expected(script: list[int], budget: ThinkingBudget) -> list[int]:
 def test_the_forced_tokens_follow_from_the_ids(
     begin: list[int], end: list[int], has_spaces: bool
 ) -> None:
-    """Over outputs that begin with the marker, with white space or not, with parts of the end."""
+    """Outputs begin with the marker, with white space or not, or with parts of the end."""
     num_forced = 0
     for seed in range(400):
         chance = random.Random(seed)

@@ -21,7 +21,7 @@ def in_fork(act: object) -> None:
 
 
 def test_calibration_of_a_fork_is_known_to_its_siblings() -> None:
-    """Only for the same number of threads: others may give rows other bits."""
+    """It holds for the same number of threads only: others may give rows other bits."""
     shared = SharedCalibration()
     assert shared.of(2) is None
     shared.keep(1, FOUND)

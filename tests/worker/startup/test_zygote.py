@@ -146,7 +146,7 @@ def ends(child: ChildHandle, status: int) -> None:
 
 
 def test_a_forked_worker_holds_nothing_of_the_zygotes_own(nursery: Nursery) -> None:
-    """Not its progress page (a worker would look like the zygote), its pipe, or its link."""
+    """It lacks its progress page (it would look like the zygote), its pipe and its link."""
     worker = nursery.fork(2)
 
     def open_files(pid: int) -> set[str]:
@@ -181,7 +181,7 @@ def test_forked_worker_is_a_child_like_any_other(nursery: Nursery) -> None:
 
 
 def test_zygote_stays_single_threaded(nursery: Nursery) -> None:
-    """Before and after a fork; the worker has ZMQ's threads."""
+    """It does so before and after a fork; the worker has ZMQ's threads."""
     zygote = nursery.server.child.pid
     assert num_threads(zygote) == 1
     worker = nursery.fork(2)

@@ -291,7 +291,7 @@ def output(block: nn.Module, rows: torch.Tensor) -> torch.Tensor:
 def test_a_routed_row_has_the_same_bits_among_any_others(
     name: str, num_experts: int, dtype: torch.dtype, library: NativeLibrary
 ) -> None:
-    """Also where torch shares the values of all rows among threads, and with any threads."""
+    """Threads may share the values of all rows, and their number makes no difference."""
     kind, make_config = BLOCKS[name]
     block = _block(kind, make_config(num_experts), dtype)
     rows = torch.randn(800, HIDDEN_SIZE).to(dtype)
