@@ -89,7 +89,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @cache
 def imported_packages(path: Path) -> set[str]:
-    """Top-level names of all imports in a file, at any depth of its code."""
+    """Return the top-level names of all imports in a file, at any depth of its code."""
     names: set[str] = set()
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Import):

@@ -19,7 +19,7 @@ COMMAND = re.compile(r"\.venv/bin/python -m ((?:scripts|tests|worker_proc)[\w.]*
 
 
 def pages() -> list[Path]:
-    """All tracked Markdown files."""
+    """Return all tracked Markdown files."""
     listed = subprocess.run(
         ["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True, check=True
     )
@@ -27,7 +27,7 @@ def pages() -> list[Path]:
 
 
 def defined(tree: ast.AST, prefix: str = "") -> set[str]:
-    """Names of functions, classes, methods and constants of a module or class, dotted."""
+    """Return the dotted names of a module's or class's functions, classes and constants."""
     names = set()
     for node in ast.iter_child_nodes(tree):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -41,7 +41,7 @@ def defined(tree: ast.AST, prefix: str = "") -> set[str]:
 
 
 def problem_of(file: str, name: str) -> str | None:
-    """Why a reference `file.py:name` does not resolve; a method may stand without its class."""
+    """Return why a reference `file.py:name` does not resolve; a method may lack its class."""
     path = ROOT / file
     if not path.is_file():
         return f"{file} does not exist"
@@ -61,7 +61,7 @@ def anchors(text: str) -> set[str]:
 
 
 def broken_links(page: Path) -> list[str]:
-    """Relative links of a page whose file or heading does not exist."""
+    """Return the relative links of a page whose file or heading does not exist."""
     broken = []
     for link in LINK.findall(re.sub(r"```.*?```", "", page.read_text(), flags=re.DOTALL)):
         if re.match(r"\w+:", link):
@@ -106,7 +106,7 @@ def test_every_url_of_a_curl_command_has_a_host() -> None:
 
 
 def unknown_classes(page: str) -> set[str]:
-    """Names in capitals that Python blocks use, and that no block so far imports or defines."""
+    """Return names in capitals that Python blocks use, and no block so far imports or defines."""
     known, unknown = set(dir(builtins)), set()
     for block in PYTHON.findall(page):
         flags = ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT

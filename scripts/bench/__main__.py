@@ -237,7 +237,7 @@ def _add_startup(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_scheduler(parser: argparse.ArgumentParser) -> None:
-    """No flags here: the command takes its own."""
+    """Add no flag: the command parses its arguments itself."""
 
 
 def _add_table(parser: argparse.ArgumentParser) -> None:

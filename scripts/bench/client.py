@@ -171,10 +171,10 @@ class Receiver:
             self._done.set_result(None)
 
     def rebind(self, fingerprint: str, *, is_exact: bool) -> None:
-        """Nothing to do: tokens are not compared."""
+        """Do nothing: tokens are not compared."""
 
     def stored_at(self, blocks_at: str) -> None:
-        """Nothing to do: there is no journal."""
+        """Do nothing: there is no journal."""
 
     def outcome(self) -> Outcome:
         """Return the whole output."""
@@ -232,7 +232,7 @@ class HttpSender:
         return reply
 
     async def close(self) -> None:
-        """Nothing stays open."""
+        """Do nothing: no connection stays open."""
 
 
 class EmbeddedSender:

@@ -82,7 +82,7 @@ SHAPES: dict[str, tuple[type[PreTrainedModel], PreTrainedConfig]] = {
 
 
 def make_model(shape: str) -> PreTrainedModel:
-    """bf16, seeded."""
+    """Make the model in bf16, with seeded weights."""
     torch.manual_seed(0)
     model_class, config = SHAPES[shape]
     return model_class(config).to(torch.bfloat16).eval()

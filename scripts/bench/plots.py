@@ -58,7 +58,7 @@ def _plot_growth(record: Record, directory: Path) -> list[Path]:
 
 
 def _plot_bars(record: Record, name: str, directory: Path) -> Path:
-    """Medians by workload and server, with their ranges."""
+    """Draw the medians by workload and server, with their ranges."""
     label = figure_of(name).label
     figure = _figure()
     axes = figure.add_subplot(title=f"{record.benchmark}: {label}")

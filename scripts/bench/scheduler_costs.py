@@ -38,7 +38,7 @@ VLLM_ADMISSION_US = {"caching_off": 95.0, "miss": 271.0, "full_hit": 255.0}
 
 _BYTES_PER_TOKEN = 4
 _WARM_UP_BUDGET = 65_536
-"""Does not matter for steady decode; a large one shortens the way there."""
+"""The budget does not matter for steady decode; a large one shortens the way there."""
 _WINDOWED = (KVGroup(), KVGroup(window=1024, max_blocks=1024))
 _FRONT_RUNNING = 32
 _FRONT_TOKENS = 120_000
@@ -119,9 +119,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     waiting: int = 10_000
     leaving: int = 16_384
     admissions: int = 200
-    """In each repeat."""
+    """The number of admissions in each repeat."""
     steps: int = 10 * BLOCK_SIZE
-    """In each repeat; a multiple of the block size, so that all take new blocks equally often."""
+    """Steps in each repeat: a multiple of the block size, so that all repeats allocate alike."""
     repeats: int = 5
     steps_in_flight: int = 1
 
@@ -196,7 +196,7 @@ class _Decoder:
         self.measure(2 * BLOCK_SIZE)
 
     def measure(self, num_steps: int) -> tuple[float, float]:
-        """Mean microseconds of `schedule` and of `update_from_output` over `num_steps` steps."""
+        """Return the mean microseconds of `schedule` and of `update_from_output`."""
         clock, scheduler, tokens = time.perf_counter_ns, self.scheduler, self._answer_all
         schedule_ns = update_ns = 0
         for _ in range(num_steps):
@@ -214,7 +214,7 @@ class _Decoder:
 
 
 def measure_steady_decode(num_running: int, plan: Plan) -> SteadyDecode:
-    """Medians over the repeats of the mean step."""
+    """Return the medians over the repeats of the mean step."""
     with production_gc():
         decoder = _Decoder(num_running, plan.repeats * plan.steps, plan.steps_in_flight)
         runs = [decoder.measure(plan.steps) for _ in range(plan.repeats)]
@@ -225,7 +225,7 @@ def measure_steady_decode(num_running: int, plan: Plan) -> SteadyDecode:
 
 
 def measure_admissions(plan: Plan) -> list[Admission]:
-    """Medians over the repeats of the mean admission, case by case in turn.
+    """Return the medians over the repeats of the mean admission; cases take turns.
 
     A miss takes blocks that still hold other prompts, as in a server that has run for a while.
     """
@@ -250,7 +250,7 @@ def _admission(case: str, runs: Sequence[tuple[float, ...]]) -> Admission:
 
 
 def _admit(scheduler: Scheduler, req_ids: Sequence[int], case: str) -> tuple[float, ...]:
-    """Admit one after another; mean microseconds of creation, `add_request`, schedule, update."""
+    """Return the mean microseconds of creation, `add_request`, `schedule` and update."""
     clock, params = time.perf_counter_ns, SamplingParams(max_tokens=1)
     sums = [0, 0, 0, 0]
     for req_id in req_ids:
@@ -272,7 +272,7 @@ def _admit(scheduler: Scheduler, req_ids: Sequence[int], case: str) -> tuple[flo
 
 
 def measure_marks(num_running: int, plan: Plan) -> MarksCost:
-    """Median of steps that each admit one request and end another, of the marks alone."""
+    """Return the median of the marks in steps that each admit one request and end another."""
     page, fd = ProgressPage.create("bench")
     os.close(fd)
     scheduler, clock = _Decoder(num_running, plan.admissions, 1).scheduler, time.perf_counter_ns

@@ -152,7 +152,7 @@ class HeadLink:
         return [Drain()]
 
     def progress(self, message: Progress) -> None:
-        """Starts are shown on this machine only."""
+        """Do nothing: starts are shown on this machine only."""
 
     def ready(self, facts: list[str]) -> None:
         self._serves = True

@@ -141,7 +141,7 @@ class HostAgents:
 
     @property
     def sockets(self) -> list[zmq.Socket[bytes]]:
-        """Sockets to poll for `turn`."""
+        """The sockets to poll for `turn`."""
         return [self._authenticator.socket, self._link.socket]
 
     def turn(self, now: float) -> list[Note]:

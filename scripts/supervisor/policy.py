@@ -112,7 +112,7 @@ class SupervisorPolicy:
 
     @property
     def next_look(self) -> float | None:
-        """Time by which `look` must be called; None before the first call."""
+        """The time by which `look` must be called; None before the first call."""
         return self._watcher.next_look
 
     def begin(self, now: float) -> list[Action]:

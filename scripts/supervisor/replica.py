@@ -70,7 +70,7 @@ class ReplicaReports:
         return [message for message in self._link.read() if isinstance(message, Command)]
 
     def progress(self, message: Progress) -> None:
-        """A process of this replica continues its start."""
+        """Report that a process of this replica continues its start."""
         self._link.send(message)
 
     def ready(self, facts: list[str]) -> None:

@@ -153,7 +153,7 @@ class FakeClient:
 
     @property
     def engine(self) -> "FakeClient":
-        """What is known of the engine: the fake itself has these attributes."""
+        """The facts of the engine: the fake itself has these attributes."""
         return self
 
     @property

@@ -249,7 +249,7 @@ def test_a_score_is_divided_by_a_power_of_the_length_without_the_end() -> None:
 
 
 def counting(add: AddRequest) -> Iterator[RequestOutput]:
-    """After a letter its two successors are likely, and EOS after f."""
+    """Answer so that a letter's two successors are likely, and EOS after f."""
     params = add.sampling_params
     assert params.max_tokens == 1
     last = add.prompt_token_ids[-1]

@@ -179,7 +179,7 @@ def test_output_of_each_family_is_understood(case: str) -> None:
 
 
 def assert_prefixes_agree(text: str, tools: str, reasoning: str, cuts: set[int]) -> None:
-    """At every cut the events so far are those of the same text in one piece."""
+    """Assert that at every cut the events so far are those of the same text in one piece."""
     pieces = parser_of(tools, reasoning)
     events: list[Event] = []
     bounds = [0, *sorted(cuts), len(text)]

@@ -18,7 +18,7 @@ REFERENCE = re.compile(r"#/components/schemas/(\w+)")
 
 
 def routes() -> set[tuple[str, str]]:
-    """Method and path of all routes of the application."""
+    """Return method and path of all routes of the application."""
     table = app._ROUTES + app._ADMIN_ROUTES
     return {(method, path.replace(":path}", "}")) for method, path, _ in table}
 

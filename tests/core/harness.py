@@ -44,7 +44,7 @@ def make_worker(
 
 
 def preempt_in_flight(bench: "Harness") -> None:
-    """In 8 blocks, at depth 2: run until a has preempted b, whose token is still in flight."""
+    """Run in 8 blocks, at depth 2, until a has preempted b, whose token is still in flight."""
     bench.add("a", 46, 20)
     bench.add("b", 46, 20)
     bench.fill()

@@ -48,7 +48,7 @@ def _held(request: Request) -> list[int]:
 
 
 def blocks_are_conserved(lab: Harness) -> None:
-    """Invariant 1: every block is either free or in a table."""
+    """Assert invariant 1: every block is either free or in a table."""
     pool = lab.scheduler.kv.pool
     held = {block_id for request in lab.scheduler.requests.values() for block_id in _held(request)}
     assert held.isdisjoint(pool.free_ids())

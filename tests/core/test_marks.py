@@ -19,7 +19,7 @@ class Page:
         self._total = 0
 
     def apply(self, edits: MarkEdits | None) -> int:
-        """Returns the number of words written."""
+        """Write the edits, and return the number of words written."""
         if edits is None:
             return 0
         self._words.update(edits.marks)

@@ -113,7 +113,7 @@ class Patient:
         self.begin_worker()
 
     def _keep_marks(self) -> None:
-        """Like a progress page."""
+        """Write the marks as a progress page does."""
         edits = self.engine.take_marks()
         if edits is not None:
             for place, number in edits.marks.items():

@@ -188,7 +188,7 @@ def has_tokens_in_flight() -> Bench:
 
 
 def is_about_to_end() -> Bench:
-    """Its last token is in flight, or has arrived."""
+    """Return requests whose last tokens are in flight, or have arrived."""
     engine = make_engine()
     return ends_after(engine, lambda number: add(number, max_tokens=1 + number % 2), run_step)
 

@@ -28,7 +28,7 @@ def fast_ticks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def cores(tmp_path: Path) -> Iterator[list[FakeCore]]:
-    """Two cores at addresses of their own."""
+    """Two cores, each at a different address."""
     with ExitStack() as stack:
         dirs = [tmp_path / str(number) for number in range(2)]
         for each in dirs:

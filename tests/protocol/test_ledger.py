@@ -26,7 +26,7 @@ def ledger_with(request_id: int = 1, max_open: int = 10) -> Ledger:
 
 
 def resumed(ledger: Ledger) -> list[AddRequest]:
-    """What a new core is sent."""
+    """Return what a new core is sent."""
     entries = [ledger.get(request_id) for request_id in ledger]
     return [entry.resumed(ledger.clock()) for entry in entries if entry is not None]
 

@@ -167,7 +167,7 @@ class Drill:
 
 
 def starts(actions: list[Action]) -> list[tuple[Slot, Origin]]:
-    """Slots of the processes that are started, and how."""
+    """Return the slots of the processes that are started, and how."""
     return [(a.slot, a.origin) for a in actions if isinstance(a, Start)]
 
 
@@ -189,7 +189,7 @@ def ask(drill: Drill, role: Role, index: int | None = None) -> list[Action]:
 
 
 def refusal_of(drill: Drill, role: Role, index: int | None = None) -> str | None:
-    """Why a restart is not possible."""
+    """Return why a restart is not possible."""
     refusal, actions = drill.policy.on_restart(role, drill.now, index)
     assert refusal is None or actions == []
     return refusal

@@ -154,7 +154,7 @@ def keys(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def directory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where run directories are made, with a name short enough for sockets."""
+    """The directory of run directories, whose name is short enough for sockets."""
     with tempfile.TemporaryDirectory(prefix="troika-", ignore_cleanup_errors=True) as path:
         monkeypatch.setattr(tempfile, "tempdir", path)
         yield Path(path)

@@ -87,7 +87,7 @@ class LoadWatch:
             self._points[adapter_id] += 1 if is_outside else 2
 
     def core_died(self) -> None:
-        """Allow for one death that no core has learned of, and for a repeated load."""
+        """Allow one more death, of which no core has learned, and those of repeated loads."""
         for adapter_id in self._allowed:
             self._allowed[adapter_id] += 3 if self.plan.loads else 1
 

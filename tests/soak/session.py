@@ -45,7 +45,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def parts(self) -> tuple[int, int, int, int]:
-        """Number of ended requests after the warm-up, the first quiet part, the faults, the run."""
+        """The numbers of requests that have ended after warm-up, quiet, faults, and quiet again."""
         end = self.num_requests
         return self.num_warm_up, self.num_warm_up + self.num_first_quiet, self._noisy_end, end
 

@@ -72,7 +72,7 @@ class Stream:
         return self._thread.is_alive()
 
     def longest_gap_s(self, begin: float, end: float) -> float:
-        """Longest time between two chunks, the later after `begin` and the earlier before `end`."""
+        """Return the longest time between a chunk before `end` and the next one, after `begin`."""
         gaps = [b - a for a, b in pairwise(self.times) if b >= begin and a <= end]
         return max(gaps, default=0.0)
 

@@ -36,12 +36,12 @@ def steps_of(requests: Mapping[str, Record], **config: Any) -> list[Record]:
 
 
 def granted(record: Record) -> dict[str, int]:
-    """Tokens granted in one step, by request."""
+    """Return the tokens granted in one step, by request."""
     return dict(record.get("num_scheduled_tokens", ()))
 
 
 def num_granted(record: Record) -> int:
-    """Tokens granted in one step, in total."""
+    """Return the tokens granted in one step, in total."""
     return sum(granted(record).values())
 
 
@@ -61,7 +61,7 @@ def _events(record: Record) -> str:
 
 
 def _step_table(names: Sequence[str], records: Sequence[Record], *, blocks: bool) -> list[str]:
-    """One line per step that computed anything: tokens by request, and what happened."""
+    """Return a line per step that computed anything: tokens by request, and what happened."""
     rows = []
     for record in records:
         grants = granted(record)
@@ -173,7 +173,7 @@ _SHOWN_STEPS = 12
 
 
 def spike(threshold: int) -> list[int]:
-    """Tokens of each step in which d decodes, from the arrival of p on."""
+    """Return the tokens of each step in which d decodes, from the arrival of p on."""
     records = steps_of(LONG_PREFILL, long_prefill_token_threshold=threshold)
     return [num_granted(record) for record in records[1:] if "d" in granted(record)]
 

@@ -166,7 +166,7 @@ def build_model(args: argparse.Namespace) -> LlamaForCausalLM:
 
 
 def batch_loss(model: Callable[..., Any], windows: torch.Tensor, length: int) -> torch.Tensor:
-    """Mean cross-entropy in nats per token, with each window cut into rows of ``length``."""
+    """Return the mean cross-entropy in nats per token, with windows cut into rows of `length`."""
     inputs = windows[:, :-1].reshape(-1, length)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         logits = model(input_ids=inputs, use_cache=False).logits
@@ -175,7 +175,7 @@ def batch_loss(model: Callable[..., Any], windows: torch.Tensor, length: int) ->
 
 @torch.no_grad()
 def evaluate(model: torch.nn.Module, ids: np.ndarray, sequence: int) -> float:
-    """Mean loss over consecutive windows of the stream, in nats per token."""
+    """Return the mean loss over consecutive windows of the stream, in nats per token."""
     count = (len(ids) - 1) // sequence
     windows = [ids[i * sequence : (i + 1) * sequence + 1] for i in range(count)]
     losses = [
@@ -187,7 +187,7 @@ def evaluate(model: torch.nn.Module, ids: np.ndarray, sequence: int) -> float:
 
 
 def make_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for the embedding and the norms."""
+    """Return Muon for the matrices of the blocks, and AdamW for the embedding and the norms."""
     blocks = list(model.model.layers.parameters())
     matrices = [p for p in blocks if p.ndim == 2]
     others = [p for p in model.parameters() if not any(p is m for m in matrices)]
@@ -197,7 +197,7 @@ def make_optimizers(model: LlamaForCausalLM, args: argparse.Namespace) -> list[O
 
 
 def rate_at(progress: float) -> float:
-    """Learning-rate factor at a fraction of the time: a short rise, level, linear fall to zero."""
+    """Return the learning-rate factor at a fraction of the time: a rise, level, a linear fall."""
     return max(0.0, min(1.0, progress / 0.02, (1.0 - progress) / 0.65))
 
 

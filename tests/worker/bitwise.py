@@ -92,7 +92,7 @@ class Schedule:
         return finished
 
     def steps(self) -> Iterator[tuple[dict[int, int], list[NewRequestData]]]:
-        """Tokens of every mirrored request, and the new ones, step by step."""
+        """Yield the tokens of every mirrored request, and the new ones, step by step."""
         waiting = list(range(len(self._texts)))
         self._rng.shuffle(waiting)
         tables: dict[int, list[list[int]]] = {}

@@ -39,7 +39,7 @@ class Served:
 
 
 def make_prompts() -> list[list[int]]:
-    """Mixed lengths, some with a common prefix, two equal (a whole prompt in the cache)."""
+    """Return prompts of mixed lengths, some with a common prefix, and two that are equal."""
     rng = random.Random(11)
     shared = [rng.randrange(3, VOCAB_SIZE) for _ in range(SHARED_PREFIX_LEN)]
     prompts = []

@@ -39,7 +39,7 @@ MORE = (*FAMILIES, *RECURRENT[len(KINDS) :], *OWN_ATTENTION[3:], DEEPSEEK_V4)
 
 
 def _paths() -> list[Any]:
-    """Every architecture, with and without the kernels; most of these are slow."""
+    """Return every architecture with and without the kernels; most of these are slow."""
     cases = []
     for backend in ("native", "sdpa"):
         for one in (*ARCHITECTURES, *KINDS, *OWN_KINDS, *MORE):

@@ -17,7 +17,7 @@ def make_pair() -> Iterator[MakePair]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[Pair]:
-    """Without a journal; tests leave it as it was."""
+    """A pair without a journal, which tests leave as it was."""
     with ExitStack() as stack:
         yield Pair(stack, enable_admin_routes=True)
 

@@ -63,7 +63,7 @@ class Tally:
 
     @property
     def router_us(self) -> tuple[float, float]:
-        """Mean time for the hashes of a prompt, and for the choice."""
+        """The mean time for the hashes of a prompt, and for the choice."""
         return self._hash_ns / self._num_routed / 1000, self._route_ns / self._num_routed / 1000
 
     @property

@@ -38,7 +38,7 @@ def shared() -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def whole(shared: Engine) -> Content:
-    """Of a stream that nothing disturbs."""
+    """The content of a stream that nothing disturbs."""
     return content(Stream(shared.url(), body(max_tokens=LONG)).events())
 
 

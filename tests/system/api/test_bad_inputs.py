@@ -108,7 +108,7 @@ def response_of(connection: socket.socket) -> Response:
 
 @pytest.fixture(scope="module")
 def canary() -> Iterator[Canary]:
-    """One engine for all tests, with the limits of `tests/api`."""
+    """One engine serves all tests, with the limits of `tests/api`."""
     with EngineFactory() as start:
         flags = (
             "--max-model-len",

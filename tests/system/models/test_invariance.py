@@ -14,7 +14,7 @@ MAX_TOKENS = 24
 
 
 def request(number: int) -> tuple[list[int], SamplingParams]:
-    """Prompts of 5 to 67 tokens, and a mix of all sampling parameters."""
+    """Return a prompt of 5 to 67 tokens, and one of several mixes of all sampling parameters."""
     prompt = [(number * 131 + position * 17) % 4000 + 2 for position in range(5 + 2 * number)]
     mixes: list[dict[str, Any]] = [
         {"temperature": 1.0},

@@ -47,7 +47,7 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 def assert_greedy(model: PreTrainedModel, stream: Stream) -> None:
-    """Each token is the most likely one after those before it."""
+    """Assert that each token is the most likely one after those before it."""
     prompt = stream._body["prompt"]
     with torch.inference_mode():
         logits = model(torch.tensor([prompt + stream.token_ids])).logits[0]

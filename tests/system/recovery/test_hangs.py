@@ -91,7 +91,7 @@ def streams_through(
 
 
 def stop(engine: Engine, role: Role, within_s: float) -> None:
-    """SIGSTOP one process, wait until it is replaced, and continue what is left of it."""
+    """Stop one process, wait until it is replaced, and continue what is left of it."""
     old = engine.row(role)
     assert old.pid is not None
     os.kill(old.pid, signal.SIGSTOP)

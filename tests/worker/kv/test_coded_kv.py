@@ -63,7 +63,7 @@ def values_of_one_token(rows: torch.Tensor, dtype: torch.dtype, format: KVFormat
 
 
 def sample_rows() -> torch.Tensor:
-    """Rows of all sizes, one of zeros, one of the least and one of the greatest numbers."""
+    """Return rows of all sizes, of zeros, of the least and of the greatest numbers."""
     generator = torch.Generator().manual_seed(7)
     rows = torch.randn(40, 96, generator=generator) * torch.logspace(-20, 20, 40).unsqueeze(1)
     rows[3] = 0.0

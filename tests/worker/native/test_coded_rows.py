@@ -41,7 +41,7 @@ TARGETS = {"haswell": "avx2", "alderlake": "avx_vnni", "skylake-avx512": "avx512
 
 
 def random_rows(count: int, size: int) -> torch.Tensor:
-    """Rows of many sizes, and rows with unusual values."""
+    """Return rows of many sizes, and rows with unusual values."""
     generator = torch.Generator().manual_seed(size)
     rows = torch.randn(count, size, generator=generator)
     rows *= torch.logspace(-4, 4, count).unsqueeze(1)

@@ -99,7 +99,7 @@ class Stages:
 
     @property
     def facts(self) -> ModelFacts:
-        """Those of the group, as the core has them."""
+        """The facts of the group, as the core has them."""
         num_shares = self._config.parallel.tensor_parallel_size
         group = WorkerGroup(len(self.runners), 1, len(self.runners) - num_shares)
         for rank, runner in enumerate(self.runners):

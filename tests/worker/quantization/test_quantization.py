@@ -57,7 +57,7 @@ RECURRENT_NAMES = [one.name for one in KINDS]
 def _each_once(
     names: Iterable[str], quantizations: Sequence[Quantization] = QUANTIZATIONS
 ) -> list[Any]:
-    """Every model with every code; each model once in the default tests, in turn."""
+    """Return every model with every code; by default each model has one code, in turn."""
     cases = []
     for place, name in enumerate(names):
         for number, quantization in enumerate(quantizations):
@@ -115,7 +115,7 @@ UNROUNDED = (".dt_proj", ".router")
 def rounded_model(
     directory: Path, quantization: Quantization, library: NativeLibrary
 ) -> PreTrainedModel:
-    """Transformers' model of a checkpoint with the weights that codes stand for.
+    """Return transformers' model of a checkpoint with the weights that codes stand for.
 
     Those of linear layers and experts are rounded; the embedding and routers are not, nor what
     Mamba-1 multiplies by itself.

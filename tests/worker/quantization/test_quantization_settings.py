@@ -24,7 +24,7 @@ from worker_proc.startup.early_refusals import refuse_config
 
 
 def compressed(**changes: Any) -> dict[str, Any]:
-    """Settings of compressed-tensors with changes of the only group's weights."""
+    """Return settings of compressed-tensors with changes of the only group's weights."""
     weights = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32} | changes
     group = {"targets": ["Linear"], "weights": weights}
     return {

@@ -16,7 +16,7 @@ GROUP = 128
 
 
 def random_weight(shape: tuple[int, int]) -> torch.Tensor:
-    """Rows of many sizes, one of zeros, one of equal values, and one with a value far off."""
+    """Return rows of many sizes: one is zero, one has equal values, one a value far off."""
     generator = torch.Generator().manual_seed(sum(shape))
     weight = torch.randn(shape, generator=generator) * torch.logspace(-6, 3, shape[0]).unsqueeze(1)
     weight[1] = 0.0

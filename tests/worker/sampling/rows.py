@@ -71,7 +71,7 @@ def philox_words(seed: int, position: int) -> list[int]:
 
 
 def edited(logits: Tensor, row: Row) -> Tensor:
-    """Scores of one row after min_tokens, logit_bias and penalties, one token at a time."""
+    """Return a row's scores after min_tokens, logit_bias and penalties, token by token."""
     p = row.sampling_params
     outputs = row.token_ids[row.num_prompt_tokens :]
     counts = Counter(outputs)
@@ -91,7 +91,7 @@ def edited(logits: Tensor, row: Row) -> Tensor:
 
 
 def reference_token(logits: Tensor, row: Row) -> int:
-    """Token of one row by a full sort and Python integers."""
+    """Choose the token of one row by a full sort and Python integers."""
     p = row.sampling_params
     scores = edited(logits, row)
     if p.greedy:

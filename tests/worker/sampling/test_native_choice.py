@@ -34,7 +34,7 @@ def make_row(rng: random.Random, vocab_size: int) -> Row:
 
 
 def _masks(rng: random.Random, num_words: int, vocab_size: int) -> RowMasks:
-    """Masks with all, none, one or about half of the tokens, for two thirds of the rows."""
+    """Return masks of all, none, one or about half of the tokens, for two thirds of the rows."""
     rows = [row for row in range(NUM_ROWS) if rng.random() < 2 / 3]
     words = []
     for _ in rows:

@@ -235,7 +235,7 @@ def test_only_seed_and_position_move_the_draw() -> None:
 
 
 def _exact_probabilities(logits: Tensor, p: SamplingParams) -> list[float]:
-    """Filtered softmax in double precision, by vocabulary id."""
+    """Return the filtered softmax in double precision, by vocabulary id."""
     values, ids = (logits.double() / p.temperature).sort(descending=True, stable=True)
     probabilities = values.softmax(-1)
     probabilities[probabilities < p.min_p * probabilities[0]] = 0.0

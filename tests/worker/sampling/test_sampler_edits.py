@@ -41,7 +41,7 @@ def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
 
 
 def _edit(scores: list[float], row: Row) -> list[float]:
-    """Edited scores of `row`, with neighbours above and below that must not leak into it."""
+    """Return the edited scores of `row`, whose neighbours above and below must not leak into it."""
     above = make_row([0, 1], [2, 2], repetition_penalty=9.0, logit_bias={1: 50.0}, min_tokens=99)
     below = make_row([3], [0, 1], frequency_penalty=2.0, presence_penalty=2.0)
     tensor = torch.tensor([scores] * 3)

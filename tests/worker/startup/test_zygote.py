@@ -129,7 +129,7 @@ def nursery(run_dir: str) -> Iterator[Nursery]:
 
 
 def children() -> list[int]:
-    """Pids of this process's children, dead ones included."""
+    """Return the pids of this process's children, dead ones included."""
     text = Path(f"/proc/self/task/{os.getpid()}/children").read_text()
     return [int(pid) for pid in text.split()]
 
@@ -139,7 +139,7 @@ def num_threads(pid: int) -> int:
 
 
 def ends(child: ChildHandle, status: int) -> None:
-    """It dies with this status, reaped here."""
+    """Assert that a process dies with this status, and that it was reaped here."""
     assert child.wait(30.0) == status
     assert not Path(f"/proc/{child.pid}").exists()
     child.close()

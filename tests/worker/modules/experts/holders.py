@@ -35,7 +35,7 @@ def rows_and_choices(
 
 
 def definition(module: nn.Module, *args: torch.Tensor) -> torch.Tensor:
-    """What the forward of a module's class computes."""
+    """Return what the forward of a module's class computes."""
     out: torch.Tensor = inspect.unwrap(type(module).forward)(module, *args)
     return out
 
