@@ -178,7 +178,7 @@ class Generation:
                 request_id, path, raw, decoded, age_s=age_s, origin=self._connection.origin
             )
             self._sessions.attach(self._session)
-            self._connection.pass_sequences(self._session.lease)
+            self._connection.lease.pass_sequences(self._session.lease)
             self.created = self._session.accepted.created  # the same for all its connections
 
     async def prepare(self, work: Coroutine[Any, Any, list[Prompt]]) -> list[Prompt]:

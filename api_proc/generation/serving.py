@@ -122,7 +122,7 @@ class GenerationApi(Generic[Body]):
     ) -> "_Decoded[Body]":
         facts = await state.accepting(connection.origin)
         body, unknown = await self.decode.in_slices(raw, turn)
-        connection.reserve_values(turn.num_values)
+        connection.lease.reserve_values(turn.num_values)
         connection.headers += state.unknown_fields.check(raw, unknown)
         body.check()
         return _Decoded(body, facts, grammar_of(body))
@@ -148,7 +148,7 @@ class GenerationApi(Generic[Body]):
             return False
         if await self._resume(state, connection, raw, turn):  # a duplicate has been accepted
             return False
-        connection.count_sequences(len(prompts) * body.num_sequences)
+        connection.lease.count_sequences(len(prompts) * body.num_sequences)
         generation.begin_session(self.path, raw, prompts)
         make_params = self._params_maker(state, body, facts, grammar)
         await self._submit(generation, forms, make_params, turn)

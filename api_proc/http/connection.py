@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from api_proc.budget import Budget, Lease
+from api_proc.budget import Budget
 from api_proc.errors import ApiError
 from api_proc.fairness.admission import Admission
+from api_proc.http.request_lease import RequestLease
 from protocol.process.failpoints import failpoint
 
 BODY_TIMEOUT_S = 60.0
@@ -58,10 +59,6 @@ encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
 
-_VALUE_BYTES = 100
-"""Bytes that a name or a value of the body takes as an object, as long as the request is open."""
-_USUAL_VALUES = 1024
-"""Values that are not counted, so that agents with some tools are charged only for their bytes."""
 _PIECE_BYTES = 64 * 1024
 """Bytes of a response that are written at once if it has more."""
 _CLOSE = (b"connection", b"close")
@@ -110,20 +107,14 @@ class Connection:
         admission: Admission | None = None,
         reading: Admission | None = None,
     ) -> None:
-        """`budget` counts the request once its body is read, and `admission` delays it then.
+        """`budget` counts the request before its body is read; `admission` delays it afterwards.
 
         `control_budget` counts a request that ends or controls others instead. `reading` delays
         each part of the body but the first.
         """
-        self._budget = budget
-        self._control_budget = control_budget
+        self.lease = RequestLease(budget, control_budget)
         self._admission = admission
         self._reading = reading
-        self._lease: Lease | None = None
-        self.session_lease: Lease | None = None
-        """Lease of the request in the journal that has this request's id, if there is one."""
-        self._is_included = False
-        """Whether that lease counts this connection."""
         self._unread: bytes | None = None
         self._has_rest = any(
             name in _FRAMING and value != b"0" for name, value in scope.get("headers", ())
@@ -134,8 +125,6 @@ class Connection:
         """Further headers of the response."""
         self.disconnected = False
         self.response_started = False
-        self.is_foreign = False
-        """Whether the request may be in the journal of another API process."""
         self.is_forwarded = False
         """Whether another API process has sent the request."""
         self._receive = receive
@@ -169,19 +158,12 @@ class Connection:
     async def read_body(self, max_bytes: int, *, is_control: bool = False) -> bytes:
         """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`.
 
-        `is_control`: the request ends or controls others, so it counts neither for its client nor
-        among those that may fill the bounds.
+        `is_control`: the request ends or controls others, see `RequestLease.open`.
         """
         if self._unread is not None:
             raw, self._unread = self._unread, None
             return raw
-        budget = self._control_budget if is_control else self._budget
-        if budget is not None:
-            session, holder = self.session_lease, None if is_control else self.origin
-            client = holder
-            if session is not None and client is not None and session.begin_reading(client):
-                self._is_included, client = True, None
-            self._lease = budget.open(client=client, holder=holder, is_foreign=self.is_foreign)
+        self.lease.open(self.origin, is_control=is_control)
         headers = dict(self.scope["headers"])
         if headers.get(b"content-encoding", b"").lower() not in (b"", b"identity"):
             raise _closing(415, "compressed bodies are not supported", "unsupported_encoding")
@@ -217,8 +199,7 @@ class Connection:
                 self.disconnected = True
                 raise _disconnected()
             chunks.append(message.get("body", b""))
-            if self._lease is not None:
-                self._lease.grow(len(chunks[-1]))
+            self.lease.reserve(len(chunks[-1]))
             num_bytes += len(chunks[-1])
             self._has_rest = more = message.get("more_body", False)
             if num_bytes > max_bytes:
@@ -230,10 +211,6 @@ class Connection:
         if self._reading is not None:
             await self._reading.enter()
         return await self._receive()
-
-    def reserve_values(self, num_values: int) -> None:
-        """Reserve room for the names and values of the decoded body, or raise a 429."""
-        self.reserve(max(0, num_values - _USUAL_VALUES) * _VALUE_BYTES)
 
     async def while_connected(self, work: Coroutine[Any, Any, T]) -> T:
         """Return the result of work that only this client needs; it is cancelled when that leaves.
@@ -250,31 +227,6 @@ class Connection:
             raise _disconnected() from None
         finally:
             watching.cancel()
-
-    def reserve(self, num_bytes: int) -> None:
-        """Reserve room for a large response, or raise a 429."""
-        if self._lease is not None:
-            self._lease.grow(num_bytes)
-
-    def count_sequences(self, number: int) -> None:
-        """Count the sequences of a new request for its client, or raise a 400 or a 429."""
-        if self._lease is not None:
-            if self._is_included:  # the request that had this id is over
-                self._end_reading()
-                self._lease.client = self.origin
-            self._lease.count_sequences(number)
-
-    def pass_sequences(self, session_lease: Lease) -> None:
-        """Let the lease of a request in the journal count the sequences from here on."""
-        if self._lease is not None:
-            session_lease.take_sequences(self._lease)
-            self.session_lease = session_lease
-            self._is_included = session_lease.begin_reading(self.origin)
-
-    def _end_reading(self) -> None:
-        if self.session_lease is not None and self._is_included:
-            self.session_lease.end_reading()
-        self._is_included = False
 
     @property
     def last_event_id(self) -> str | None:
@@ -308,9 +260,7 @@ class Connection:
     def close(self) -> None:
         """Stop watching and release the request's budget."""
         self._is_open = False
-        if self._lease is not None:
-            self._lease.close()
-        self._end_reading()
+        self.lease.close()
         for task in self._tasks:
             task.cancel()
         self._tasks.clear()

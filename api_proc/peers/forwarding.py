@@ -29,8 +29,8 @@ def note_session(state: ApiState, connection: Connection) -> None:
     this has no effect: what counts the request must not change.
     """
     if state.sessions is not None and not connection.has_unread_body:
-        connection.session_lease = state.sessions.lease_of(connection.request_id)
-        connection.is_foreign = _is_foreign(state, connection)
+        connection.lease.session = state.sessions.lease_of(connection.request_id)
+        connection.lease.is_foreign = _is_foreign(state, connection)
 
 
 def _is_foreign(state: ApiState, connection: Connection) -> bool:

@@ -60,7 +60,7 @@ async def classify(state: ApiState, connection: Connection) -> None:
         if facts.num_labels == 0:
             raise ApiError(400, "the model has no classification head", code="unsupported_model")
         texts = [body.input] if isinstance(body.input, str) else body.input
-        connection.reserve(len(texts) * facts.num_labels * _BYTES_PER_LABEL)
+        connection.lease.reserve(len(texts) * facts.num_labels * _BYTES_PER_LABEL)
         await turn.rest()
         prompts = await connection.while_connected(_tokenize(state, body, texts, facts))
         pooling = Pooling(facts.default_pooling, normalize=False)

@@ -74,7 +74,7 @@ async def create_embeddings(state: ApiState, connection: Connection) -> None:
         pooling = _pooling(state, body, facts)
         inputs = _inputs(body)
         # Checked before any work: waiting requests reserve the memory for their answers.
-        connection.reserve(_response_bytes(body, len(inputs), pooling, facts))
+        connection.lease.reserve(_response_bytes(body, len(inputs), pooling, facts))
         await turn.rest()
         prompts = await connection.while_connected(_tokenize(state, body, inputs, facts))
         requests = PooledRequests(

@@ -104,7 +104,7 @@ async def decoded_in_slices(
     facts = await state.accepting(connection.origin)
     with Turn(state.large_requests) as turn:
         body, unknown = await decode.in_slices(raw, turn)
-        connection.reserve_values(turn.num_values)
+        connection.lease.reserve_values(turn.num_values)
         connection.headers += state.unknown_fields.check(raw, unknown)
         del raw
         yield body, facts, turn
@@ -206,7 +206,7 @@ class PooledRequests:
         `take` is called with the prompt's number and its vector, as little-endian float32. Errors
         name `param`.
         """
-        self._connection.count_sequences(len(self._prompts))
+        self._connection.lease.count_sequences(len(self._prompts))
         with self:
             try:
                 await self._submit(facts, turn)

@@ -198,7 +198,7 @@ async def _score(
     adapter = state.require_model(body.model)
     _check(facts)
     num_texts = len(pairs.second) if facts.num_labels else len(pairs.first) + len(pairs.second)
-    connection.reserve(num_texts * (_BYTES_PER_SCORE + facts.embedding_size * 4))
+    connection.lease.reserve(num_texts * (_BYTES_PER_SCORE + facts.embedding_size * 4))
     await turn.rest()
     work = _tokenize(state, pairs, facts)
     prompts = await connection.while_connected(work)

@@ -63,11 +63,11 @@ def test_what_counts_a_request_is_noted_once() -> None:
     state: Any = SimpleNamespace(sessions=sessions, peers=None)
     connection = Connection({"type": "http", REQUEST_ID_KEY: "a"}, unused, unused)
     note_session(state, connection)
-    noted = connection.session_lease
+    noted = connection.lease.session
     assert noted is not None
     connection.unread(b"{}")
     note_session(state, connection)
-    assert connection.session_lease is noted
+    assert connection.lease.session is noted
 
 
 async def unused(*_: object) -> Any:
