@@ -1,4 +1,4 @@
-"""Values of the API share no state with each other."""
+"""Values of the API share no mutable default with each other."""
 
 import importlib
 import pkgutil
