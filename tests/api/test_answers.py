@@ -204,7 +204,7 @@ def test_end_token_is_counted_but_not_shown(make_server: MakeServer) -> None:
 
 
 def test_echo_with_logprobs_covers_prompt_and_output(http: httpx.Client) -> None:
-    """The request of evaluation harnesses: token ids in, a logprob for every token out."""
+    """Evaluation harnesses send such requests: token ids in, a logprob for every token out."""
     answer = post(http, prompt=ids_of("hé"), max_tokens=2, echo=True, logprobs=1)
     [choice] = answer["choices"]
     assert choice["text"] == "héTh"

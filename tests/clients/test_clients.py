@@ -51,7 +51,7 @@ class Installed:
 
 @pytest.mark.timeout(300)
 def test_openai_python(engines: Engines, tmp_path: Path) -> None:
-    """Completions, chats, parse(), tools, embeddings and errors, streamed and not."""
+    """It tries completions, chats, parse(), tools, embeddings and errors, streamed and not."""
     client = Client("openai", Installed(), "openai_python.py")
     outcome, output = run_client(client, engines, tmp_path)
     assert not outcome.failed, f"{outcome.failed}\n{excerpt(output)}"

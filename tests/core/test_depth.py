@@ -204,7 +204,7 @@ def test_a_block_whose_tokens_become_known_at_the_end_is_cached_at_the_end(depth
 
 @pytest.mark.parametrize(("seed", "depth"), in_turn(range(20), DEPTHS))
 def test_chaos_delivers_every_token_once_and_in_order(seed: int, depth: int) -> None:
-    """S38. Eight requests run in few blocks, with random preemptions, aborts and resets."""
+    """Eight requests run in few blocks, with random preemptions, aborts and resets."""
     rng = random.Random(seed)
     names = "abcdefgh"
     script = _script(names, 24)

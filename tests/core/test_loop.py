@@ -171,7 +171,7 @@ def test_a_message_that_raises_in_the_core_costs_only_its_request(
 
 
 def test_an_unreadable_request_is_refused_alone(bench: Bench) -> None:
-    """New, or in place of an open one; other streams of its client go on."""
+    """It is new, or takes the place of an open one; other streams of its client go on."""
     worker, client = bench.worker(), bench.client()
     worker.answers = False
     bench.admit_together(2, lambda: [client.add(i) for i in (1, 300)])

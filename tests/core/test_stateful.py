@@ -115,5 +115,5 @@ def test_any_sequence_of_events_keeps_every_promise(depth: int) -> None:
 
 @pytest.mark.parametrize(("seed", "depth"), in_turn(range(10), [1, 2, 3, 4, 8]))
 def test_long_sequences_keep_every_promise(seed: int, depth: int) -> None:
-    """Longer sequences than those of hypothesis, in which memory fills and queues grow."""
+    """Sequences are longer than those of hypothesis, so that memory fills and queues grow."""
     run_sequence(seed, 400, depth)

@@ -74,7 +74,7 @@ def test_a_completed_step_belongs_to_one_incarnation(shared: tuple[ProgressPage,
 
 
 def test_what_is_written_is_read_on_the_other_side(shared: tuple[ProgressPage, int]) -> None:
-    """Another mapping of the same descriptor."""
+    """The other side maps the same descriptor again."""
     page, fd = shared
     other = ProgressPage(fd)
     page.write(EPOCH, Phase.STEP, 0, 5, 2**62)

@@ -1,4 +1,4 @@
-"""The core rejects what the API rejects: its client may be another front end (row 41)."""
+"""The core rejects what the API rejects: its client may be another front end."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -75,7 +75,7 @@ def test_failed_start_closes_its_descriptors(monkeypatch: pytest.MonkeyPatch, st
 
 
 def test_second_pipe_that_fails_closes_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The pipe of the configuration."""
+    """The first pipe is that of the configuration."""
     pipe, calls = os.pipe, []
 
     def second_fails() -> tuple[int, int]:

@@ -57,7 +57,7 @@ def test_theil_sen_ignores_outliers() -> None:
 
 @pytest.mark.parametrize(("growth_mib", "is_broken"), [(0.9, False), (1.2, True), (-3.0, False)])
 def test_growth_past_the_bound_is_found(growth_mib: float, is_broken: bool) -> None:
-    """Per 10,000 requests, with noise, and with a warm-up that grows more."""
+    """Memory grows per 10,000 requests, with noise, and more in the warm-up."""
     rng = random.Random(1)
     snapshots = [snapshot(x, rss=50 * MIB + 20_000 * x) for x in range(0, 5000, 500)]
     snapshots += [

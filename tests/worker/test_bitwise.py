@@ -69,7 +69,7 @@ def test_logits_are_the_same_bits_in_every_schedule(
 def test_mixtures_of_other_layouts_have_the_same_bits_in_every_schedule(
     name: str, dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Experts in one matrix, without weights, or with a norm for each expert."""
+    """Experts are in one matrix, have no weights, or have a norm each."""
     build()
     without_libraries(lambda: build_checkpoint(tmp_path, FAMILIES[name]()))  # towers need some
     configs = [engine_config(tmp_path, dtype, threads) for threads in NUM_THREADS]

@@ -28,7 +28,7 @@ def test_slow_steps_have_a_multiple_of_what_they_took() -> None:
 
 
 def test_one_slow_step_among_many_is_forgotten_at_last() -> None:
-    """The 99th percentile of the last 128, and not their maximum."""
+    """The limit follows the 99th percentile of the last 128, and not their maximum."""
     timer = timer_after((1, 5.0), *[(1, 0.001)] * 15)
     assert timer.limit_s(1) == pytest.approx(100.0)
     for _ in range(128):

@@ -6,7 +6,6 @@ from tests.core.harness import Harness
 
 
 def test_finished_ids_are_sent_once_and_slots_are_reused() -> None:
-    """S7."""
     bench = Harness(seqs=4)
     for name in "abcdef":
         bench.add(name, 10, 2)
@@ -20,7 +19,7 @@ def test_finished_ids_are_sent_once_and_slots_are_reused() -> None:
 
 
 def test_the_front_waiter_that_does_not_fit_stops_admission() -> None:
-    """S9. The small request behind it would fit all the time."""
+    """The small request behind it would fit all the time."""
     bench = Harness(blocks=6)
     bench.add("a", 40, 3)
     assert bench.step() == {"a": 40}
@@ -37,7 +36,7 @@ def test_the_front_waiter_that_does_not_fit_stops_admission() -> None:
 
 
 def test_reserving_the_whole_input_prevents_thrashing() -> None:
-    """S10. Without it `b` is admitted and preempted by turns, and its chunks are wasted."""
+    """Without it `b` is admitted and preempted by turns, and its chunks are wasted."""
     bench = Harness(blocks=6, budget=32, scheduler_reserve_full_isl=False)
     bench.add("a", 30, 6)
     assert bench.step() == {"a": 30}
@@ -58,7 +57,6 @@ def test_reserving_the_whole_input_prevents_thrashing() -> None:
 
 
 def test_a_hundred_requests_leave_no_state() -> None:
-    """S37."""
     bench = Harness()
     for i in range(100):
         bench.add(str(i), 10, 3)
@@ -71,7 +69,7 @@ def test_a_hundred_requests_leave_no_state() -> None:
 
 
 def test_a_request_that_can_never_fit_is_refused_and_blocks_no_other() -> None:
-    """S42. vLLM admits it, and it waits for ever with all requests behind it."""
+    """vLLM admits it, and it waits for ever with all requests behind it."""
     bench = Harness(blocks=3)
     with pytest.raises(ValueError, match="max_tokens lets request 0 outgrow the whole KV cache"):
         bench.add("a", 40)

@@ -7,7 +7,6 @@ from tests.core.harness import Harness
 
 
 def test_all_that_fit_start_together_in_order_of_arrival() -> None:
-    """S1."""
     bench = Harness()
     names = [str(i) for i in range(10)]
     for name in names:
@@ -18,7 +17,6 @@ def test_all_that_fit_start_together_in_order_of_arrival() -> None:
 
 
 def test_the_threshold_cuts_long_prompts() -> None:
-    """S2."""
     bench = Harness(budget=1024, long_prefill_token_threshold=400)
     for name in "abc":
         bench.add(name, 800)
@@ -37,7 +35,7 @@ def test_the_threshold_cuts_long_prompts() -> None:
 def test_slots_bound_admission_with_and_without_chunks(
     chunked: bool, second: dict[str, int]
 ) -> None:
-    """S3. The fourth request waits for a slot, not for tokens."""
+    """The fourth request waits for a slot, not for tokens."""
     bench = Harness(budget=1024, seqs=3, enable_chunked_prefill=chunked)
     for name, length in zip("abcd", (800, 800, 10, 10), strict=True):
         bench.add(name, length)
@@ -47,7 +45,6 @@ def test_slots_bound_admission_with_and_without_chunks(
 
 
 def test_newcomers_join_running_requests_within_the_budget() -> None:
-    """S4."""
     bench = Harness(budget=64)
     bench.add("a", 60, 4)
     assert bench.step() == {"a": 60}
@@ -63,7 +60,6 @@ def test_newcomers_join_running_requests_within_the_budget() -> None:
 
 
 def test_a_small_budget_is_handed_out_in_order() -> None:
-    """S5."""
     bench = Harness(budget=10)
     for name in "abc":
         bench.add(name, 25, 2)
@@ -82,7 +78,7 @@ def test_a_small_budget_is_handed_out_in_order() -> None:
 
 
 def test_the_threshold_holds_for_a_request_alone() -> None:
-    """S6. Short requests never wait for the whole of a long one."""
+    """Short requests never wait for the whole of a long one."""
     bench = Harness(budget=100, long_prefill_token_threshold=16)
     bench.add("long", 50, 2)
     bench.add("s1", 10, 2)
@@ -97,7 +93,6 @@ def test_the_threshold_holds_for_a_request_alone() -> None:
 
 
 def test_max_num_scheduled_tokens_replaces_the_budget() -> None:
-    """S8."""
     bench = Harness(budget=64, max_num_scheduled_tokens=16)
     bench.add("a", 40)
     bench.add("b", 5)

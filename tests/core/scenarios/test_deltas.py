@@ -4,7 +4,7 @@ from tests.core.harness import PLAIN_TOKEN, Harness
 
 
 def test_block_tables_travel_as_additions() -> None:
-    """S41. The numbers of computed tokens are not sent: the worker counts them."""
+    """The numbers of computed tokens are not sent: the worker counts them."""
     bench = Harness()
     bench.add("a", 15, 20)
     bench.steps(3)

@@ -11,7 +11,7 @@ from tests.core.harness import EOS, PLAIN_TOKEN, Harness, preempt_in_flight
 
 
 def test_a_prompt_of_several_chunks_that_is_preempted_in_flight_is_owed_nothing() -> None:
-    """S13. The first request continues at once and takes the memory of the second's next chunk."""
+    """The first request continues at once and takes the memory of the second's next chunk."""
     bench = Harness(blocks=11, budget=100, depth=3)
     bench.add("a", 80)
     bench.add("b", 80)
@@ -25,7 +25,6 @@ def test_a_prompt_of_several_chunks_that_is_preempted_in_flight_is_owed_nothing(
 
 
 def test_the_late_token_of_a_preempted_request_is_delivered_and_kept() -> None:
-    """S13."""
     bench = Harness(blocks=11, budget=160, depth=2, script={"b": [42]})
     bench.add("a", 80)
     bench.add("b", 80)
@@ -41,7 +40,7 @@ def test_the_late_token_of_a_preempted_request_is_delivered_and_kept() -> None:
 
 
 def test_three_steps_in_flight_leave_no_bubble_and_compute_no_more() -> None:
-    """S28. vLLM sends empty steps until the first token is back; Troika decodes on from it."""
+    """vLLM sends empty steps until the first token is back; Troika decodes on from it."""
     bench = Harness(depth=3, seqs=2, budget=10)
     bench.add("a", 12, 4)
     bench.add("b", 12, 4)
@@ -57,7 +56,7 @@ def test_three_steps_in_flight_leave_no_bubble_and_compute_no_more() -> None:
 
 @pytest.mark.parametrize("max_tokens", [1, 2, 3])
 def test_a_length_stop_wastes_nothing(max_tokens: int) -> None:
-    """S29. Pending tokens count towards the length, so the step after the last is never sent."""
+    """Pending tokens count towards the length, so the step after the last is never sent."""
     bench = Harness(depth=2)
     bench.add("a", 10, max_tokens)
     bench.overlap()
@@ -66,7 +65,6 @@ def test_a_length_stop_wastes_nothing(max_tokens: int) -> None:
 
 
 def test_a_stop_token_wastes_one_decode_and_its_output_is_dropped() -> None:
-    """S30."""
     bench = Harness(depth=2, script={"a": [7, 42, 9]})
     bench.add("a", 10, params=SamplingParams(stop_token_ids=[42]))
     assert bench.fill() == [{"a": 10}, {"a": 1}]
@@ -82,7 +80,6 @@ def test_a_stop_token_wastes_one_decode_and_its_output_is_dropped() -> None:
 
 
 def test_an_abort_frees_at_once_and_ignores_both_pending_tokens() -> None:
-    """S31."""
     bench = Harness(depth=2)
     bench.add("a", 10)
     bench.fill()

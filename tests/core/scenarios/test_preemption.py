@@ -4,7 +4,6 @@ from tests.core.harness import PLAIN_TOKEN, Harness
 
 
 def test_the_last_is_preempted_and_continues_with_its_outputs() -> None:
-    """S11."""
     bench = Harness(blocks=7)
     for name in "abc":
         bench.add(name, 30, 8)
@@ -21,7 +20,6 @@ def test_the_last_is_preempted_and_continues_with_its_outputs() -> None:
 
 
 def test_a_preempted_request_comes_back_before_later_arrivals() -> None:
-    """S12."""
     bench = Harness(blocks=7)
     for name in "abc":
         bench.add(name, 30, 8)
@@ -39,7 +37,7 @@ def test_a_preempted_request_comes_back_before_later_arrivals() -> None:
 
 
 def test_no_request_is_admitted_in_a_step_that_preempted() -> None:
-    """S12. The newcomer would fit."""
+    """The newcomer would fit."""
     bench = Harness(blocks=8)
     for name, length in (("a", 30), ("b", 30), ("c", 40)):
         bench.add(name, length)
@@ -51,7 +49,6 @@ def test_no_request_is_admitted_in_a_step_that_preempted() -> None:
 
 
 def test_a_resumed_request_hits_its_own_blocks() -> None:
-    """S26."""
     bench = Harness(blocks=9, caching=True)
     bench.add("a", 64, 4)
     bench.add("b", 62, 4)

@@ -11,7 +11,7 @@ from tests.core.harness import PLAIN_TOKEN, Harness
 
 
 def test_identical_prompts_of_one_step_share_blocks() -> None:
-    """S20. The worker writes all KV of a step before any request attends."""
+    """The worker writes all KV of a step before any request attends."""
     bench = Harness(caching=True)
     prompt = list(range(100))
     bench.add("a", prompt)
@@ -21,7 +21,7 @@ def test_identical_prompts_of_one_step_share_blocks() -> None:
 
 @pytest.mark.parametrize(("length", "computed"), [(96, 1), (40, 8), (33, 1), (16, 1), (15, 15)])
 def test_a_repeated_prompt_computes_what_no_full_block_holds(length: int, computed: int) -> None:
-    """S21. If full blocks hold the whole prompt, one token is computed; in vLLM the last block."""
+    """If full blocks hold the whole prompt, one token is computed; in vLLM the last block."""
     bench = Harness(caching=True)
     bench.add("a", list(range(length)), 1)
     bench.step()
@@ -32,7 +32,6 @@ def test_a_repeated_prompt_computes_what_no_full_block_holds(length: int, comput
 
 
 def test_a_fully_cached_prompt_computes_one_token_and_writes_no_kv() -> None:
-    """S21."""
     bench = Harness(caching=True)
     bench.add("a", list(range(32)), 1)
     bench.step()
@@ -45,7 +44,6 @@ def test_a_fully_cached_prompt_computes_one_token_and_writes_no_kv() -> None:
 
 
 def test_chunked_prompts_are_shared_as_far_as_they_are_scheduled() -> None:
-    """S21."""
     bench = Harness(caching=True, budget=64)
     prompt = list(range(100))
     bench.add("a", prompt)
@@ -54,7 +52,7 @@ def test_chunked_prompts_are_shared_as_far_as_they_are_scheduled() -> None:
 
 
 def test_salt_and_prompt_logprobs_keep_requests_from_hits() -> None:
-    """S22. A request with prompt logprobs does not read the cache, is not counted, but fills it."""
+    """A request with prompt logprobs does not read the cache, is not counted, but fills it."""
     bench = Harness(caching=True)
     prompt = list(range(33))
     logprobs = SamplingParams(max_tokens=1, prompt_logprobs=0)
@@ -82,7 +80,7 @@ def test_adapters_do_not_share() -> None:
 
 
 def test_the_next_turn_of_a_chat_hits_its_history() -> None:
-    """S23. The outputs of the first turn are cached too."""
+    """The outputs of the first turn are cached too."""
     bench = Harness(caching=True)
     prompt = list(range(300))
     bench.add("a", prompt, 4)
@@ -107,7 +105,7 @@ def _tables(bench: Harness, name: str) -> list[int]:
 
 
 def test_hits_reuse_blocks_and_eviction_follows_the_free_queue() -> None:
-    """S24. Freed blocks with content go to the back, tail first; those without to the front."""
+    """Freed blocks with content go to the back, tail first; those without to the front."""
     bench = Harness(blocks=11, caching=True)
     free_ids = bench.scheduler.kv.pool.free_ids
     prompt = list(range(100, 155))
@@ -131,7 +129,6 @@ def test_hits_reuse_blocks_and_eviction_follows_the_free_queue() -> None:
 
 
 def test_a_refusal_changes_nothing_although_hits_exist() -> None:
-    """S25."""
     kv = KVCacheManager(SchedulerOptions(num_blocks=5))
     first = Request(0, list(range(32)), SamplingParams())
     other = Request(1, list(range(900, 916)), SamplingParams())

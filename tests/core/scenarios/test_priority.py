@@ -6,7 +6,6 @@ from tests.core.harness import Harness
 
 
 def test_a_victim_that_was_already_served_gives_its_budget_back() -> None:
-    """S14."""
     bench = Harness(blocks=6, policy="priority")
     bench.add("low", 32, priority=5)
     bench.step()
@@ -19,7 +18,6 @@ def test_a_victim_that_was_already_served_gives_its_budget_back() -> None:
 
 
 def test_a_preempted_one_of_low_priority_resumes_when_the_high_one_ends() -> None:
-    """S15."""
     bench = Harness(blocks=5, policy="priority")
     bench.add("low", 30, 4, priority=1)
     assert bench.step() == {"low": 30}
@@ -34,7 +32,7 @@ def test_a_preempted_one_of_low_priority_resumes_when_the_high_one_ends() -> Non
 
 
 def test_a_victim_that_asks_itself_leaves_the_step_to_others() -> None:
-    """S16. vLLM ends the pass and sends an empty step; Troika goes on with the next request."""
+    """vLLM ends the pass and sends an empty step; Troika goes on with the next request."""
     bench = Harness(blocks=6, policy="priority")
     bench.add("low", 30, priority=1)
     bench.step()
@@ -60,7 +58,6 @@ def _admitted(bench: Harness) -> list[list[str]]:
 def test_the_most_important_are_admitted_first_and_ties_go_by_arrival(
     priorities: list[int], seqs: int, order: list[list[str]]
 ) -> None:
-    """S17."""
     bench = Harness(seqs=seqs, policy="priority")
     for index, priority in enumerate(priorities):
         bench.add(str(index), 4, 2, priority=priority)
@@ -69,7 +66,7 @@ def test_the_most_important_are_admitted_first_and_ties_go_by_arrival(
 
 
 def test_an_earlier_time_of_arrival_wins_a_tie_although_it_came_in_later() -> None:
-    """S17. The client's clock decides, so a request that is sent again keeps its place."""
+    """The client's clock decides, so a request that is sent again keeps its place."""
     bench = Harness(seqs=1, policy="priority")
     bench.add("late", 4, 1, arrival_time=9.0)
     bench.add("early", 4, 1, arrival_time=1.0)
@@ -78,7 +75,6 @@ def test_an_earlier_time_of_arrival_wins_a_tie_although_it_came_in_later() -> No
 
 
 def test_no_request_is_evicted_for_a_waiter_when_slots_are_full() -> None:
-    """S18."""
     bench = Harness(seqs=1, policy="priority")
     bench.add("low", 4, 3, priority=9)
     bench.step()
@@ -90,7 +86,6 @@ def test_no_request_is_evicted_for_a_waiter_when_slots_are_full() -> None:
 
 
 def test_no_request_is_evicted_for_a_waiter_when_memory_is_full() -> None:
-    """S18."""
     bench = Harness(blocks=4, policy="priority")
     bench.add("low", 40, 4, priority=9)
     bench.step()
@@ -101,7 +96,7 @@ def test_no_request_is_evicted_for_a_waiter_when_memory_is_full() -> None:
 
 
 def test_requests_after_a_victim_are_still_served() -> None:
-    """S19. The victim stood before them in the running list, which shrinks during the pass.
+    """The victim stood before them in the running list, which shrinks during the pass.
 
     Its prompt has 70 tokens here: one of 200 could never fit and would be refused.
     """

@@ -16,7 +16,6 @@ def _live(bench: Harness, name: str, group: int = 0) -> list[bool]:
 
 
 def test_only_the_window_is_held() -> None:
-    """S39."""
     bench = Harness(budget=64, kv_groups=(WINDOW,))
     bench.add("a", 200, 20)
     assert bench.steps(6) == [{"a": n} for n in (64, 64, 64, 8, 1, 1)]
@@ -28,7 +27,7 @@ def test_only_the_window_is_held() -> None:
 
 
 def test_a_hit_needs_only_what_the_window_still_sees() -> None:
-    """S39. The blocks before it were reused long ago."""
+    """The blocks before it were reused long ago."""
     bench = Harness(budget=64, caching=True, kv_groups=(WINDOW,))
     prompt = list(range(200))
     bench.add("a", prompt)
@@ -42,7 +41,7 @@ def test_a_hit_needs_only_what_the_window_still_sees() -> None:
 
 
 def test_a_hit_ends_where_one_group_has_lost_its_blocks() -> None:
-    """S39. The model has both kinds of layers."""
+    """The model has both kinds of layers."""
     bench = Harness(budget=64, blocks=40, caching=True, kv_groups=(FULL, WINDOW))
     prompt = list(range(96))
     bench.add("a", prompt, 1)

@@ -14,7 +14,6 @@ def decoding(bench: Harness, prompt: int = 10, max_tokens: int = 20) -> None:
 
 
 def test_right_drafts_are_kept_and_wrong_ones_do_not_count_as_computed() -> None:
-    """S32."""
     bench = Harness(
         num_speculative_tokens=SPECULATIVE,
         script={"a": [1, 1, 3, 9]},
@@ -34,7 +33,6 @@ def test_right_drafts_are_kept_and_wrong_ones_do_not_count_as_computed() -> None
 
 
 def test_a_step_whose_drafts_are_all_wrong_brings_one_token() -> None:
-    """S32."""
     bench = Harness(num_speculative_tokens=SPECULATIVE, guesses={"a": {1: [1, 1, 1]}})
     decoding(bench)
     assert bench.step() == {"a": 4}
@@ -52,7 +50,7 @@ def test_a_step_whose_drafts_are_all_right_brings_one_token_more() -> None:
 
 
 def test_the_budget_cuts_drafts_in_order_of_admission() -> None:
-    """S32. The step of 6 goes to both, and first to the drafts of the first."""
+    """The step of 6 goes to both, and first to the drafts of the first."""
     bench = Harness(
         num_speculative_tokens=SPECULATIVE,
         budget=6,
@@ -66,7 +64,6 @@ def test_the_budget_cuts_drafts_in_order_of_admission() -> None:
 
 
 def test_drafts_come_only_after_the_prompt_is_computed() -> None:
-    """S32."""
     bench = Harness(
         num_speculative_tokens=SPECULATIVE, budget=50, guesses={"a": {1: [PLAIN_TOKEN] * 3}}
     )
@@ -75,7 +72,7 @@ def test_drafts_come_only_after_the_prompt_is_computed() -> None:
 
 
 def test_no_draft_is_verified_that_could_only_be_cut() -> None:
-    """S32. vLLM computes 4 tokens here and throws 2 of them away."""
+    """vLLM computes 4 tokens here and throws 2 of them away."""
     bench = Harness(num_speculative_tokens=SPECULATIVE, guesses={"a": {1: [PLAIN_TOKEN] * 3}})
     decoding(bench, max_tokens=3)
     assert bench.step() == {"a": 2}
@@ -84,7 +81,6 @@ def test_no_draft_is_verified_that_could_only_be_cut() -> None:
 
 
 def test_drafts_end_with_the_longest_context() -> None:
-    """S32."""
     bench = Harness(
         num_speculative_tokens=SPECULATIVE,
         max_model_len=16,

@@ -10,7 +10,6 @@ GRAMMAR = RequestStatus.WAITING_FOR_GRAMMAR
 
 
 def test_a_pause_of_new_ones_lets_the_running_ones_decode() -> None:
-    """S34."""
     bench = Harness()
     bench.add("a", 10)
     bench.step()
@@ -23,7 +22,6 @@ def test_a_pause_of_new_ones_lets_the_running_ones_decode() -> None:
 
 
 def test_a_pause_of_all_stops_everything_and_loses_nothing() -> None:
-    """S34."""
     bench = Harness()
     bench.add("a", 10)
     bench.step()
@@ -39,7 +37,7 @@ def test_a_pause_of_all_stops_everything_and_loses_nothing() -> None:
 
 
 def test_requests_that_end_during_a_pause_are_still_reported() -> None:
-    """S34. Slots of the worker become free, whatever the core waits for."""
+    """Slots of the worker become free, whatever the core waits for."""
     bench = Harness()
     bench.add("a", 10)
     bench.add("b", 10)
@@ -52,7 +50,6 @@ def test_requests_that_end_during_a_pause_are_still_reported() -> None:
 
 
 def test_steps_in_flight_bring_their_tokens_during_a_pause() -> None:
-    """S34."""
     bench = Harness(depth=2)
     bench.add("a", 10)
     bench.fill()
@@ -62,7 +59,6 @@ def test_steps_in_flight_bring_their_tokens_during_a_pause() -> None:
 
 
 def test_a_reset_of_the_cache_is_refused_while_blocks_are_held_or_preempts_their_holders() -> None:
-    """S35."""
     bench = Harness(caching=True)
     bench.add("a", 40)
     bench.add("b", 40)
@@ -77,7 +73,6 @@ def test_a_reset_of_the_cache_is_refused_while_blocks_are_held_or_preempts_their
 
 
 def test_after_a_reset_nothing_of_the_old_contents_is_hit() -> None:
-    """S35."""
     bench = Harness(caching=True)
     bench.add("a", list(range(40)), 1)
     bench.run()
@@ -87,7 +82,6 @@ def test_after_a_reset_nothing_of_the_old_contents_is_hit() -> None:
 
 
 def test_a_request_that_waits_for_its_grammar_keeps_its_place_and_blocks_no_other() -> None:
-    """S36."""
     bench = Harness(seqs=2)
     bench.add("g", 10, blocked=GRAMMAR)
     bench.add("a", 10)
@@ -101,7 +95,7 @@ def test_a_request_that_waits_for_its_grammar_keeps_its_place_and_blocks_no_othe
 
 @pytest.mark.parametrize("ends", ["abort", "fail"])
 def test_a_blocked_request_can_end_before_it_ever_ran(ends: str) -> None:
-    """S36. A grammar that cannot be compiled fails its own request only."""
+    """A grammar that cannot be compiled fails its own request only."""
     bench = Harness()
     request = bench.add("g", 10, blocked=GRAMMAR)
     if ends == "abort":

@@ -25,7 +25,7 @@ def test_stop_tokens_come_before_the_length(
     reason: str,
     stop_token_id: int | None,
 ) -> None:
-    """S27. `min_tokens` counts the token that is being tested."""
+    """`min_tokens` counts the token that is being tested."""
     bench = Harness(script={"a": tokens})
     request = bench.add("a", 5, params=SamplingParams(**params))  # type: ignore[arg-type]
     bench.run()
@@ -35,7 +35,6 @@ def test_stop_tokens_come_before_the_length(
 
 
 def test_the_model_length_ends_a_request_with_its_last_token_delivered() -> None:
-    """S27."""
     bench = Harness(max_model_len=40)
     bench.add("a", 36)
     bench.run()
@@ -44,7 +43,7 @@ def test_the_model_length_ends_a_request_with_its_last_token_delivered() -> None
 
 
 def test_abort_ends_running_and_waiting_requests_and_ignores_unknown_ones() -> None:
-    """S33. The worker is notified once, and only of the request in its mirror; in vLLM of both."""
+    """The worker is notified once, and only of the request in its mirror; in vLLM of both."""
     bench = Harness(seqs=1)
     bench.add("run", 10)
     bench.step()

@@ -1,8 +1,7 @@
 """Bad inputs against real processes: each gets its error in a second and harms no other client.
 
 After each one a canary request gets the tokens that it had before, from the same processes. The
-numbers are those of the rows in the table of bad inputs; `tests/api/test_bad_input.py` has the rows
-1 to 29 that consist of a body alone, and they are sent here too.
+bodies of `tests/api/test_bad_input.py` are sent here, too.
 """
 
 import contextlib
@@ -132,7 +131,6 @@ def timed(send: Callable[[], Response]) -> Response:
 
 
 def test_bad_bodies_are_refused_with_the_field(canary: Canary) -> None:
-    """These are inputs 1 to 29."""
     for raw, status, param, code in RAW_ROWS:
         response = timed(lambda raw=raw: canary.send(post(raw)))  # type: ignore[misc]
         assert (response.status, response.error["param"], response.error["code"]) == (
@@ -213,7 +211,6 @@ TOOLS: list[tuple[dict[str, Any], str]] = [
 
 
 def test_grammars_and_tools(canary: Canary) -> None:
-    """These are inputs 22 to 25."""
     warm = json.dumps(completion(max_tokens=2, guided_regex="[ab]+")).encode()
     assert canary.send(post(warm)).status == 200, "the process that compiles grammars runs"
     rows = [(COMPLETIONS, completion(max_tokens=2, **fields), param) for fields, param in GRAMMARS]
@@ -235,7 +232,7 @@ def test_grammars_and_tools(canary: Canary) -> None:
 
 
 def test_text_of_any_kind_is_answered(canary: Canary) -> None:
-    """9: one character, many emoji, special tokens. 16: logprobs of a long prompt."""
+    """Texts are one character, many emoji, or special tokens; a long prompt has logprobs."""
     for text in ("a" * 299_000, "".join(chr(0x1F300 + i % 700) for i in range(20_000)), "<s>" * 90):
         response = timed(
             lambda text=text: canary.send(post(json.dumps(completion(prompt=text)).encode()))  # type: ignore[misc]
@@ -248,7 +245,7 @@ def test_text_of_any_kind_is_answered(canary: Canary) -> None:
 
 
 def test_every_token_banned(canary: Canary) -> None:
-    """18: the answer is an error or an output, and nothing hangs."""
+    """The answer is an error or an output, and nothing hangs."""
     bans = {str(i): -100.0 for i in range(3, 259)}
     for fields, status in (
         ({"logit_bias": bans}, 200),
@@ -261,7 +258,7 @@ def test_every_token_banned(canary: Canary) -> None:
 
 
 def test_adapters_and_tensors(canary: Canary) -> None:
-    """29 and 38: there is no such feature, whatever the field has; nothing loads a pickle."""
+    """There is no such feature, whatever the field has; nothing loads a pickle."""
     for name, value in (
         ("lora_path", "../../etc/passwd"),
         ("lora", "../../etc/passwd"),
@@ -282,7 +279,7 @@ def test_adapters_and_tensors(canary: Canary) -> None:
 
 
 def test_request_ids(canary: Canary) -> None:
-    """30: ids with other characters, or too long ones, are replaced."""
+    """Ids with other characters, or too long ones, are replaced."""
     for value in (b"../../x", b"a b", b"\x01", b"x" * 1000, "é".encode()):
         response = canary.send(post(GOLDEN, headers=AUTH + b"X-Request-Id: " + value + b"\r\n"))
         assert response.status in (200, 400)
@@ -291,7 +288,7 @@ def test_request_ids(canary: Canary) -> None:
 
 
 def test_heads_that_are_too_large_are_refused(canary: Canary) -> None:
-    """31: there are too many headers, or too large ones."""
+    """There are too many headers, or too large ones."""
     for headers in (b"x: y\r\n" * 20_000, b"x: " + b"y" * 2**20 + b"\r\n"):
         assert timed(lambda headers=headers: canary.send(get("/livez", headers))).status == 431  # type: ignore[misc]
         canary.check()
@@ -299,7 +296,7 @@ def test_heads_that_are_too_large_are_refused(canary: Canary) -> None:
 
 @pytest.mark.slow  # it takes ten seconds
 def test_a_head_that_dribbles_is_rejected_and_delays_no_other(canary: Canary) -> None:
-    """31: one byte comes each second."""
+    """One byte comes each second."""
     with canary.connect() as connection:
         connection.sendall(b"GET /livez HTTP/1.1\r\nHost: ")
         connection.settimeout(1.0)
@@ -316,7 +313,7 @@ def test_a_head_that_dribbles_is_rejected_and_delays_no_other(canary: Canary) ->
 
 
 def test_damaged_and_endless_chunks_are_refused(canary: Canary) -> None:
-    """2: a body has no length. 32: chunks are many and small, sizes overflow, or two differ."""
+    """Chunks are many and small, sizes overflow, two lengths differ, or there is none."""
     head = post(b"", headers=AUTH + b"Transfer-Encoding: chunked\r\n")
     head = head.replace(b"Content-Length: 0\r\n", b"")
     many = head + b"1\r\n \r\n" * 10**6
@@ -333,7 +330,7 @@ def test_damaged_and_endless_chunks_are_refused(canary: Canary) -> None:
 
 
 def test_spellings_of_a_path_and_of_a_host(canary: Canary) -> None:
-    """33: without the key there is nothing but 401 and 404, with any of them."""
+    """Without the key there is nothing but 401 and 404, with any of them."""
     targets = [
         "http://x/v1/models",
         "//v1/models",
@@ -353,7 +350,6 @@ def test_spellings_of_a_path_and_of_a_host(canary: Canary) -> None:
 
 
 def test_wrong_keys_are_refused(canary: Canary) -> None:
-    """This is input 34."""
     values = [b"", b"Bearer " + KEY[:-1].encode(), b"Bearer " + "é".encode(), b"Bearer \xff"]
     for value in (*values, b"Bearer " + b"x" * 60_000, b"Bearer " + KEY.encode() + b"x"):
         assert canary.send(get("/v1/models", b"Authorization: " + value + b"\r\n")).status == 401
@@ -367,7 +363,7 @@ def test_wrong_keys_are_refused(canary: Canary) -> None:
 def test_the_time_of_a_rejection_does_not_show_how_much_of_a_key_is_right(
     canary: Canary, count: int
 ) -> None:
-    """34: one key differs in its first character, another one in its last."""
+    """One key differs in its first character, another one in its last."""
     keys = ("x" + KEY[1:], KEY[:-1] + "x")
     requests = [get("/v1/models", f"Authorization: Bearer {key}\r\n".encode()) for key in keys]
 
@@ -389,7 +385,6 @@ def test_the_time_of_a_rejection_does_not_show_how_much_of_a_key_is_right(
 
 
 def test_admin_routes_and_methods(canary: Canary) -> None:
-    """These are inputs 35 and 36."""
     for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/drain"):
         response = timed(lambda path=path: canary.send(post(b"{}", path)))  # type: ignore[misc]
         assert (response.status, response.error["code"]) == (404, "not_found")
@@ -406,7 +401,7 @@ def test_admin_routes_and_methods(canary: Canary) -> None:
 
 
 def test_compressed_bodies(canary: Canary) -> None:
-    """37: they are never inflated."""
+    """They are never inflated."""
     headers = AUTH + b"Content-Encoding: gzip\r\n"
     response = timed(lambda: canary.send(post(b"\x1f\x8b" + b"\0" * 1000, headers=headers)))
     assert (response.status, response.error["code"]) == (415, "unsupported_encoding")
@@ -414,7 +409,7 @@ def test_compressed_bodies(canary: Canary) -> None:
 
 
 def test_clients_that_close_at_any_moment(canary: Canary) -> None:
-    """40: they close after the head, in the body, or around a stream's start, by FIN or RST."""
+    """They close after the head, in the body, or around a stream's start, by FIN or RST."""
     body = json.dumps(completion(max_tokens=400, stream=True)).encode()
     request = post(body)
     head_end = request.index(b"\r\n\r\n") + 4
@@ -447,7 +442,7 @@ FULL = {"prompt": [5, 6, 7], "max_tokens": 8000, "ignore_eos": True, "stream": T
 
 @pytest.mark.parametrize("count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_a_flood_of_requests_past_the_limit(start_engine: EngineFactory, count: int) -> None:
-    """39: each is refused at once, and the accepted ones go on."""
+    """Each is refused at once, and the accepted ones go on."""
     num_connections = 8
     engine = start_engine("--null-step-ms", "20", "--max-open-requests", "2")
     url = engine.url()

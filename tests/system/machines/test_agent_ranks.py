@@ -102,7 +102,7 @@ def until_replaced(agent: Engine, ranks: list[int]) -> list[int]:
 def test_greedy_tokens_are_those_of_transformers_whatever_dies_at_an_agent(
     parallel: tuple[str, ...], ranks: tuple[int, ...], start_engine: EngineFactory, keys: Path
 ) -> None:
-    """A rank, the core, the agent alone, and all of its machine."""
+    """A rank, the core, the agent alone, and all of its machine die."""
     build()
     flags = ("--dtype", "float32", "--num-threads", "1", *parallel)
     head = Head(start_engine, keys, *flags, model="demo")

@@ -84,7 +84,7 @@ def test_official_client_against_the_real_engine(client: openai.OpenAI) -> None:
 
 @pytest.mark.parametrize("role", [Role.WORKER, Role.CORE])
 def test_stream_continues_after_kill_9(demo: Engine, client: openai.OpenAI, role: Role) -> None:
-    """Seeded sampling with penalties: the stream equals one without a kill, token for token."""
+    """With a seed and penalties, the stream equals one without a kill, token for token."""
     pid = demo.pid(role)
     options = {"max_tokens": 300, "seed": 7, "temperature": 0.8, "frequency_penalty": 0.5}
     undisturbed = client.completions.create(

@@ -55,7 +55,7 @@ def run(numbers: list[int], **settings: Any) -> tuple[dict[int, list[int]], int]
     ids=lambda computed: "-".join(computed.values()),
 )
 def test_seed_decides_alone(computed: dict[str, str]) -> None:
-    """The same tokens in a batch of 32, alone, chunked, and after preemptions."""
+    """Tokens are the same in a batch of 32, alone, chunked, and after preemptions."""
     together, _ = run(list(range(NUM_REQUESTS)), num_gpu_blocks_override=400, **computed)
     assert all(len(tokens) == MAX_TOKENS for tokens in together.values())
     assert len({tuple(tokens) for tokens in together.values()}) == NUM_REQUESTS

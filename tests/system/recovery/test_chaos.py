@@ -164,7 +164,7 @@ def test_every_failpoint_is_reached(start_engine: EngineFactory, failpoints: Pat
 def test_death_at_a_failpoint_changes_no_answer(
     shared_engine: EnginePool, name: str, role: Role, action: str
 ) -> None:
-    """A death by a signal or by an exception."""
+    """The process dies of a signal or of an exception."""
     engine = shared_engine(has_failpoints=True)
     answer = engine.post("/v1/completions", **PROMPT)["choices"]
     before = engine.row(role)

@@ -121,7 +121,7 @@ def fenced_frames(engine: Engine) -> int:
 
 
 def test_stopped_processes_are_replaced_and_every_stream_continues(quick: SharedEngine) -> None:
-    """SIGSTOP of the worker, the core and the worker again, under load."""
+    """Under load, the worker gets SIGSTOP, then the core, and the worker again."""
     roles = (Role.WORKER, Role.CORE, Role.WORKER)
     harms = [lambda role=role: stop(quick, role, WITHIN_S) for role in roles]
     assert streams_through(quick, harms) == expected_tokens(PROMPTS, PARAMS)

@@ -78,7 +78,7 @@ def begins(hub: Hub, file: str) -> list[int]:
 def test_an_engine_that_ends_while_it_fetches_leaves_what_has_come_to_the_next_one(
     start_engine: EngineFactory, hub: Hub, tmp_path: Path
 ) -> None:
-    """kill -9 of the supervisor; then SIGTERM."""
+    """The supervisor ends by kill -9, and the next one by SIGTERM."""
     home = tmp_path / "home"
     engine = start(start_engine, hub, home)
     child = fetcher(engine)

@@ -357,7 +357,7 @@ def test_patterns_scales_and_types_of_an_adapter_file(
 def test_adapters_on_rounded_weights(
     quantization: Quantization, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Native or by modules; the same bits in every schedule."""
+    """Native code or modules compute them; the bits are the same in every schedule."""
     model = build_checkpoint(tmp_path / "model", CONFIGS["llama"])
     adapter = write_adapter(tmp_path / "adapter", model, (*ATTENTION, *MLP), rank=7)
     texts = make_texts(CONFIGS["llama"].vocab_size, LENGTHS)

@@ -90,7 +90,7 @@ def test_a_mixed_step_equals_plain_attention(
 def test_keys_that_all_queries_of_a_tile_see_need_no_mask(
     window: int | None, dtype: torch.dtype
 ) -> None:
-    """Contexts of several tiles of keys; windows of fewer keys than two tiles, and of more."""
+    """Contexts have several tiles of keys; windows have fewer keys than two tiles, or more."""
     spec = LayerSpec(2, 1, 16, 16, window)
     parts = ((0, 150), (190, 70), (128, 1), (191, 2))
     step = Step.make(spec, dtype, parts, 1)
@@ -127,6 +127,6 @@ def test_kv_that_is_cached_already_goes_to_the_null_block() -> None:
 def test_few_long_contexts_are_divided(
     num_parts: int, num_decodes: int, longest: int, num_splits: int
 ) -> None:
-    """Two programs for each of 100 multiprocessors, 256 tokens for each, and 4,096 results."""
+    """The bounds are two programs per multiprocessor, 256 tokens for each, and 4,096 results."""
     spec = LayerSpec(32, 4, 128, 128, None)
     assert choose_num_splits(num_parts, num_decodes, spec, longest, num_units=100) == num_splits

@@ -54,7 +54,7 @@ def check_outputs(directory: Path, config: PretrainedConfig, decoder: str) -> No
 
 
 def test_outputs_equal_generate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill in chunks beside decodes, then decodes alone, over static buffers."""
+    """Prompts are computed in chunks beside decodes, and decodes alone over static buffers."""
     prove_briefly(monkeypatch, 1.0)
     check_outputs(tmp_path, Qwen3Config(**SMALL), "triton")
 

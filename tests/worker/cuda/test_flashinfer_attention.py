@@ -187,7 +187,7 @@ def test_a_plan_waits_for_the_copies_of_the_ones_before(stand_in: Any) -> None:
 def test_a_model_is_planned_once_for_layers_that_are_alike(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stand_in: Any
 ) -> None:
-    """Prompts in chunks beside decodes, then decodes over static buffers: PyTorch's tokens.
+    """Prompts in chunks beside decodes, and decodes over static buffers, give PyTorch's tokens.
 
     Of the four layers two have a window, and all have a soft cap.
     """

@@ -179,7 +179,7 @@ def test_a_grammar_that_is_complete_ends_the_output(grammar: Grammar, expected: 
 
 
 def test_a_token_is_one_of_those_that_the_grammar_allows() -> None:
-    """Random grammars of letters; no bias and no filter leads out of them."""
+    """No bias and no filter leads out of random grammars of letters."""
     random.seed(1)
     for seed in range(6):
         letters = "".join(random.sample("abcdefghij", 3))

@@ -139,7 +139,7 @@ def test_logits_are_the_same_bits_in_every_schedule(
 
 @pytest.mark.parametrize("kv", ["int8", "fp8_e4m3"])
 def test_tokens_are_equal_however_they_are_scheduled(kv: str, tmp_path: Path) -> None:
-    """Recomputed, swapped, and from cached prefixes."""
+    """They are recomputed, swapped, or computed after cached prefixes."""
     build_checkpoint(tmp_path, CONFIGS["granite"])
     prompts = [[token % 500 for token in prompt] for prompt in make_prompts()]
     params = [SamplingParams(seed=seed, **SAMPLED) for seed in range(len(prompts))]

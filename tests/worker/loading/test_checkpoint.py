@@ -192,7 +192,7 @@ def test_keys_that_the_model_does_not_use_are_refused(key: str, copied: Path) ->
 
 
 def test_keys_known_to_be_harmless_are_allowed(copied: Path, tmp_path_factory: Any) -> None:
-    """Buffers that old versions stored, and the copy of a tied matrix."""
+    """Old versions stored some buffers, and the copy of a tied matrix."""
     buffers = {
         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(8),
         "model.layers.0.self_attn.masked_bias": torch.tensor(-1e4),

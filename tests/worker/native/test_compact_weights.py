@@ -97,7 +97,7 @@ def test_nan_and_infinities_stay_what_they_are(num_rows: int, library: NativeLib
 
 
 def test_every_value_that_the_table_has(library: NativeLibrary) -> None:
-    """All signs and mantissas of 16 exponents, in all places of a tile."""
+    """The values have all signs and mantissas of 16 exponents, in all places of a tile."""
     bits = (120 << 7) + torch.arange(2**11).repeat(16, 1)
     for output in range(16):
         bits[output] = bits[output].roll(output)

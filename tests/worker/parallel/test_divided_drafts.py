@@ -50,7 +50,7 @@ def test_stages_verify_drafts(
     checkpoint: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Right and wrong ones, beside prompts in chunks, preempted, swapped and by itself."""
+    """Drafts are right and wrong, beside prompts in chunks, preempted, swapped and alone."""
     expected = without_drafts(Stages, checkpoint, num_stages, num_shares)
     guessing = Stages(
         checkpoint,

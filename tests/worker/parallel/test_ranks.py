@@ -77,7 +77,7 @@ def test_every_architecture_is_divided_or_refused(
     ],
 )
 def test_other_families_have_the_same_bits_in_every_batch(name: str, tmp_path: Path) -> None:
-    """Latent rows, norms of all heads, fused matrices with biases, and experts with biases."""
+    """They have latent rows, norms of all heads, fused matrices with biases, or experts."""
     [architecture] = [one for one in ARCHITECTURES if one.name == name]
     ranks = compare_with_generate(tmp_path / "model", architecture.config(), 2)
     facts = ranks.runners[0].facts

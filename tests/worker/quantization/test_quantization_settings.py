@@ -280,7 +280,7 @@ def test_targets_come_in_the_order_of_the_library(
 
 
 def test_groups_of_layers_have_their_own_formats(tmp_path: Path) -> None:
-    """NVFP4 in most layers, and FP8 in others."""
+    """Most layers are in NVFP4, and others in FP8."""
     four, eight = nvfp4_pack_quantized(), float_quantized("channel")
     groups = [
         layout.settings["config_groups"]["group_0"] | {"format": layout.settings["format"]}

@@ -168,7 +168,7 @@ def test_both_choose_the_same_tokens_of_large_vocabularies(
 def test_both_choose_the_same_tokens_of_large_vocabularies_with_edits(
     make: Callable[[torch.Generator], Tensor], has_masks: bool
 ) -> None:
-    """Penalties for the best tokens and for others, alone and with some tokens allowed.
+    """The best tokens and others have penalties, alone and with some tokens allowed.
 
     In rows of few values, presence penalties give tokens the scores of others.
     """
@@ -332,7 +332,7 @@ class _KnownPart(Row):
 
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_outputs_that_are_not_counted_are_penalized_too() -> None:
-    """Tokens of the prompt, of counted outputs, and new ones, each once or often."""
+    """Tokens are of the prompt, of counted outputs, or new, each once or often."""
     rng = random.Random(3)
     sampler = Sampler(64, EOS, CPU, NativeLibrary(build()))
     logits = torch.randn(200, 64, generator=torch.Generator().manual_seed(4))

@@ -123,7 +123,7 @@ def test_the_second_text_of_a_pair_has_tokens_of_another_type(loaded: Loaded) ->
 
 
 def test_bits_do_not_depend_on_the_batch(loaded: Loaded) -> None:
-    """Alone, together, in another order, beside equal texts, and after preemptions."""
+    """Texts are alone, together, in another order, beside equal texts, or after preemptions."""
     runner, given, pooling = loaded.runner, texts(), pooling_of(loaded)
     assert runner.facts.exact_resume, runner.facts.exact_resume_reason
     options = scheduling(loaded)

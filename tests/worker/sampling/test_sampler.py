@@ -101,7 +101,7 @@ def test_scale_is_exact() -> None:
 
 @pytest.mark.parametrize("top_p", [1.0, 0.75])
 def test_draws_at_the_corners_take_their_token(top_p: float) -> None:
-    """Each token owns [its sum before, its sum): first, last and boundary draws land right."""
+    """Each token owns [its sum before, its sum): first, last and boundary draws take it."""
     scores = torch.tensor([[-50.0, 1.0, 1.0, -math.inf, 1.0, 1.0, -math.inf]])
     owners = [1, 2, 4] + ([5] if top_p == 1.0 else [])  # 0.75 of the mass ends with the third
     total = len(owners) * 2**40
@@ -139,7 +139,7 @@ def test_top_p_may_end_far_from_the_best_token() -> None:
 
 @pytest.mark.parametrize("seed", range(4))
 def test_equals_full_sort_reference(seed: int) -> None:
-    """Random parameters, bf16 logits full of ties: same tokens as the sorted plain version."""
+    """Random parameters and bf16 logits full of ties give the tokens of a plain sorted version."""
     logits = random_logits(160, seed, spread=(0.02, 1.0, 3.0, 12.0)[seed])
     rows = random_rows(160, seed)
     expected = [reference_token(logits[i], row) for i, row in enumerate(rows)]
@@ -165,7 +165,7 @@ def test_large_vocabulary_equals_reference() -> None:
 
 
 def test_token_does_not_depend_on_the_batch() -> None:
-    """Alone, in a shuffled batch of 32, in another split, after others: the same tokens."""
+    """It is the same alone, in a shuffled batch of 32, in another split, and after others."""
     logits, rows = random_logits(32, 5), random_rows(32, 5)
     sampler = _sampler()
     alone = [sampler.sample(logits[i : i + 1], [row]) for i, row in enumerate(rows)]
@@ -288,7 +288,7 @@ def test_distribution_by_chi_square(kwargs: dict[str, Any], by: str) -> None:
 
 
 def test_filters_that_leave_one_token_equal_greedy() -> None:
-    """top_k=1, tiny top_p, min_p=1 without ties, tiny temperature: the greedy token."""
+    """They are top_k=1, a tiny top_p, min_p=1 without ties, and a tiny temperature."""
     logits = random_logits(64, 12)
     logits[:, 100] = logits.max(dim=-1).values  # a tie at the top in most rows
     greedy = _tokens(logits, [make_row(SamplingParams(temperature=0.0))] * 64)

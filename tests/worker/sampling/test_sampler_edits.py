@@ -83,19 +83,19 @@ def test_the_least_repetition_penalty_allows_no_banned_token(kwargs: dict[str, A
 
 
 def test_presence_penalty_covers_outputs_once() -> None:
-    """Outputs lose the penalty once; the prompt's tokens nothing."""
+    """Outputs lose the penalty once; the prompt's tokens lose nothing."""
     edited = _edit(SCORES, make_row([0, 1], [2, 2, 3], presence_penalty=0.5))
     assert edited == [1.0, -1.0, 1.5, -2.5, 0.0, 4.0, 0.5, -0.5]
 
 
 def test_frequency_penalty_counts_outputs() -> None:
-    """Outputs lose the penalty once per occurrence; the prompt's tokens nothing."""
+    """Outputs lose the penalty once per occurrence; the prompt's tokens lose nothing."""
     edited = _edit(SCORES, make_row([0, 1], [2, 2, 3], frequency_penalty=-0.5))
     assert edited == [1.0, -1.0, 3.0, -1.5, 0.0, 4.0, 0.5, -0.5]
 
 
 def test_penalties_come_after_the_bias_and_add_up() -> None:
-    """(score + bias), then repetition, then frequency and presence."""
+    """The bias is added, then repetition is applied, then frequency and presence."""
     row = make_row(
         [0],
         [2, 2],
@@ -220,7 +220,6 @@ def test_extreme_logits_do_not_overflow(kwargs: dict[str, Any]) -> None:
 
 
 def test_no_rows_give_no_tokens() -> None:
-    """No rows, no tokens."""
     result = _sampler().sample(torch.empty(0, VOCAB), [])
     assert (result.token_ids, result.logprobs) == ([], [])
 
@@ -255,7 +254,7 @@ def test_ranks_and_top_ids_follow_one_order() -> None:
 
 
 def test_prompt_logprobs_equal_logsoftmax_in_any_split() -> None:
-    """One entry per position, in order, the same alone as together."""
+    """Each position has one entry, in order, which is the same alone as together."""
     logits = torch.randn(50, VOCAB, generator=torch.Generator().manual_seed(6)).bfloat16()
     ids = [(7 * i) % VOCAB for i in range(50)]
     entries = _sampler().prompt_logprobs(logits, ids, 4)

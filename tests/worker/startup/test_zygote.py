@@ -324,7 +324,7 @@ print(json.dumps({"forked": forked, "cold": tokens(make_runner(config, quiet))})
 def test_forked_worker_computes_the_tokens_of_one_that_loaded_by_itself(
     dtype: str, quantization: str
 ) -> None:
-    """Weights packed by one thread, computed by several: the same tokens, greedy and seeded.
+    """One thread packs weights and several compute the same tokens, greedy and seeded.
 
     The second fork takes over what the first one has checked with as many threads.
     """
