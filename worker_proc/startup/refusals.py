@@ -25,7 +25,7 @@ from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.proofs import proven
 from worker_proc.loading.start_cache import StartCache
 from worker_proc.modules.compressed import is_compressed
-from worker_proc.modules.experts.in_small import check_experts_in_small
+from worker_proc.modules.experts.few_experts import check_few_experts
 from worker_proc.modules.latent import latent_specs
 from worker_proc.modules.own_attention.biases import check_length, table_bytes
 from worker_proc.modules.rounding_refusals import (
@@ -77,7 +77,7 @@ def rehearse_experts(
     format = WEIGHT_FORMATS[quantization].layers
 
     def prove() -> bool:
-        check_experts_in_small(rehearse(checked), library, format, quantization)
+        check_few_experts(rehearse(checked), library, format, quantization)
         return True
 
     proven(proofs, "experts_in_small", bool, prove)

@@ -28,7 +28,7 @@ _NUM_VALUES = 1 << 20
 """Number of random values; larger weights repeat them."""
 
 
-def check_experts_in_small(
+def check_few_experts(
     model: nn.Module, library: NativeLibrary, format: Format, quantization: Quantization
 ) -> None:
     """Raise UnsupportedModel for experts that the kernels do not compute; `model` has no values.
@@ -50,7 +50,7 @@ def check_experts_in_small(
             continue
         tried_rows = trials(experts.sizes, experts.down.weights.dtype)
         if own_results(few, tried_rows) is None:
-            continue  # not computable in small: the check with its weights decides
+            continue  # few experts cannot be computed: the check with its weights decides
         activation = activation_of(getattr(few, "act_fn", None), library)
         if fused_grouped_experts(few, library, activation, format, is_proven=False) is None:
             raise unsupported_experts(quantization, name, module)
