@@ -1,10 +1,10 @@
-"""Ten times what the engine can take: `python -m tests.system.goodput --help`.
+"""Measures what is answered under ten times the peak load: `python -m tests.system.goodput --help`.
 
 The engine has the null model, with steps long enough that its capacity does not depend on the
 machine. First as many clients as it serves at once send one request after the other, which gives
 its peak. Then requests arrive at a multiple of that rate, whether or not earlier ones were
-answered. Prints the number answered in full per second, their latency, and that of refusals.
-refused.
+answered. The numbers answered in full per second are printed, with the latency of answers and of
+refusals.
 """
 
 import argparse
