@@ -80,7 +80,7 @@ def test_output_after_a_prompt_continues_it(byte_level: HfTokenizer, text: str) 
 def test_any_tokens_in_any_pieces_give_the_full_decoding(
     byte_level: HfTokenizer, ids: list[int], data: st.DataObject
 ) -> None:
-    """The bytes may be no UTF-8, or end within a character."""
+    """The bytes may be invalid as UTF-8, or end within a character."""
     expected = byte_level.decode(ids, skip_special_tokens=True)
     cut = data.draw(st.integers(0, len(ids)))
     detokenizer = byte_level.detokenizer([], skip_special_tokens=True)

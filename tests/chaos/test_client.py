@@ -184,7 +184,7 @@ def test_invalid_http_is_garbled(answer: bytes) -> None:
 
 @pytest.mark.parametrize("answer", [b"HTTP/1.1 2", HEAD[:40], HEAD + b"1"])
 def test_half_a_number_is_not_a_number(answer: bytes) -> None:
-    """Half of 200 is no other status, and half of a size no other size."""
+    """Half of 200 is not another status, and half of a size is not another size."""
     recording = record(answer)
     assert recording.end is End.CUT
     assert (recording.accepted_at is None) == (not answer.startswith(HEAD))

@@ -337,7 +337,7 @@ def test_a_token_changes_no_row_before_it(
     kind: int,
     without_tiles: NativeLibrary,
 ) -> None:
-    """Its key or value may be no number, which a weight of zero does not remove."""
+    """Its key or value may be NaN, which a weight of zero does not remove."""
     dtype, uses_tiles, format = kernel
     texts = Texts(spec, 16, dtype, format=format)
     library = None if uses_tiles else without_tiles
