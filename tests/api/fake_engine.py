@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, Unpack
 
 import msgspec
 import uvloop
@@ -31,7 +31,7 @@ from protocol.api_core import (
     Status,
 )
 from protocol.client.errors import RequestFailed
-from protocol.client.ledger import check_request
+from protocol.client.ledger import RequestOptions, RoutedOptions, check_request
 from protocol.client.open_requests import Receiver
 from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream
@@ -176,31 +176,10 @@ class FakeClient:
         self.status = Status(state, self.facts, EngineStats(**stats))
 
     def submit(
-        self,
-        prompt_token_ids: PromptIds,
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        origin: str = "",
-        adapter: Adapter | None = None,
-        resent: bool = False,
-        affinity: str = "",
+        self, prompt_token_ids: PromptIds, params: SamplingParams, **options: Unpack[RoutedOptions]
     ) -> RequestStream:
         stream = RequestStream(len(self.requests) + 1, self.cancel)
-        self.submit_to(
-            stream,
-            prompt_token_ids,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            origin=origin,
-            adapter=adapter,
-            resent=resent,
-            affinity=affinity,
-        )
+        self.submit_to(stream, prompt_token_ids, params, **options)
         return stream
 
     def submit_to(
@@ -209,29 +188,14 @@ class FakeClient:
         prompt_token_ids: PromptIds,
         params: SamplingParams,
         *,
-        priority: int = 0,
-        cache_salt: str = "",
-        tenant: str = "",
-        origin: str = "",
-        adapter: Adapter | None = None,
-        resent: bool = False,
         affinity: str = "",
+        **options: Unpack[RequestOptions],
     ) -> AddRequest:
         self.affinities.append(affinity)
-        add = AddRequest(
-            len(self.requests) + 1,
-            [],
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            tenant=tenant,
-            origin=origin,
-            adapter=adapter,
-            resent=resent,
-        )
+        add = AddRequest(len(self.requests) + 1, [], params, **options)
         assert self.facts is not None
         add, _ = check_request(add, self.facts, prompt_token_ids)
-        if self.refusal is not None and not resent:
+        if self.refusal is not None and not add.resent:
             raise self.refusal
         self._begin(add, receiver)
         return add

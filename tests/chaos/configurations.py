@@ -21,8 +21,8 @@ from protocol.config import ConfigError
 from protocol.config.setting_fields import all_settings
 from protocol.config.settings import configure
 from tests.chaos.checker import check_stream
-from tests.chaos.engine import ROOT
 from tests.chaos.recording import Recording
+from tests.paths import ROOT
 
 Values = Mapping[str, bool | int | float | str]
 """Values of settings by their names."""

@@ -29,8 +29,6 @@ from core_proc.scheduler import Scheduler
 from protocol.api_core import (
     AddRequest,
     Connect,
-    KVEventBatch,
-    KVEventsRefused,
     StepOutputs,
     decode_from_client,
     decode_from_core,
@@ -41,6 +39,7 @@ from protocol.client.ledger import Ledger, OpenLimits
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
 from protocol.core_worker import ModelFacts, ModelRunnerOutput, decode_from_worker
+from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.lifecycle import DeathCause
 from protocol.message import (
     HEADER_BYTES,

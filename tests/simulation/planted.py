@@ -30,7 +30,8 @@ from protocol.client.request_stream import RequestStream
 from protocol.core_worker import NULL_BLOCK, CoreToWorker, NewRequestData, WorkerToCore
 from protocol.process.child_runtime import ChildProcess
 from protocol.sampling import SamplingParams
-from tests.simulation.model import FIRST_TOKEN_ID, SimulatedModel
+from tests.simulation.grammars import FIRST_TOKEN_ID
+from tests.simulation.model import SimulatedModel
 from worker_proc import mirror
 from worker_proc.drafting.draft_states import HasDraftStates
 from worker_proc.grammar.state import GrammarState
