@@ -29,7 +29,6 @@ from worker_proc.grammar.vocabulary import Vocabulary
 MAX_MEMORY_BYTES = 1 * 2**30
 """Memory for a grammar in addition to the tokens."""
 LENGTH_BYTES = 4
-_NICENESS = 10
 _CHECK_MS = 10
 
 
@@ -54,7 +53,6 @@ def main() -> None:
     """Answer every grammar that is read, until the worker closes the pipe."""
     die_with_parent()
     set_name("troika-grammar")
-    os.nice(_NICENESS)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     source, target = sys.stdin.buffer, sys.stdout.buffer
     if not (packed := _read(source)):

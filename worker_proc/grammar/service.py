@@ -42,6 +42,7 @@ _PROVEN_THREADS = 4
 _UNBOUNDED = 2**31
 """Number of grammars in a lane that only the core's own limit bounds."""
 _NICENESS = 10
+"""Niceness of the lanes' threads, and of their provers, which inherit it."""
 
 log = logging.getLogger("troika.worker")
 

@@ -35,12 +35,20 @@ TIMEOUT_S = 60.0
 
 
 @pytest.fixture
-def service() -> Iterator[GrammarService]:
+def nice_service() -> Iterator[GrammarService]:
     service = GrammarService(GrammarCompiler(NULL))
     yield service
     for lane in (service._quick, service._middle, service._slow):
         if lane._prover is not None:
             lane._prover.close()
+
+
+@pytest.fixture
+def service(nice_service: GrammarService, monkeypatch: pytest.MonkeyPatch) -> GrammarService:
+    """A service whose threads and provers get as much processor time as this process."""
+    own = os.getpriority(os.PRIO_PROCESS, 0)
+    monkeypatch.setattr("worker_proc.grammar.service._NICENESS", own)
+    return nice_service
 
 
 def regex(source: str) -> Grammar:
@@ -79,6 +87,15 @@ def test_good_and_bad_grammars_are_answered_in_order(service: GrammarService) ->
     assert "uniqueItems" in answers[3].error
     assert "refers to itself" in answers[8].error
     assert service.compile(CompileGrammar(9, grammars[0])) == GrammarCompiled(9), "at once"
+
+
+def test_a_prover_has_the_niceness_of_its_thread(nice_service: GrammarService) -> None:
+    """Nicer ones get so little time beside a busy worker that their grammars are refused."""
+    nice_service.compile(CompileGrammar(1, regex("[a-z]+")))
+    assert wait(nice_service, 1) == [GrammarCompiled(1)]
+    prover = nice_service._quick._prover
+    assert prover is not None
+    assert os.getpriority(os.PRIO_PROCESS, prover._process.pid) == 10
 
 
 def delay_provers(service: GrammarService, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
