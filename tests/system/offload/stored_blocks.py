@@ -27,10 +27,10 @@ MEMORY = ("--kv-offload-bytes", str(2**28))
 Tokens = list[list[int]]
 
 
-def start(start_engine: EngineFactory, *flags: str) -> Engine:
+def start(start_engine: EngineFactory, *flags: str, model: str = "demo") -> Engine:
     few = ("--num-gpu-blocks-override", "400", "--check-invariants")
     flags = ("--no-api", "--num-threads", "1", *few, *flags)
-    return start_engine(*flags, model="demo", timeout_s=LOAD_TIMEOUT_S)
+    return start_engine(*flags, model=model, timeout_s=LOAD_TIMEOUT_S)
 
 
 def stop(engine: Engine) -> None:

@@ -200,20 +200,30 @@ def num_loaded_at(client: AsyncEngineClient) -> int:
 
 
 @pytest.mark.parametrize(
-    ("parts", "damaged"),
-    [((), "rank-0"), pytest.param(STAGES, "rank-1", marks=pytest.mark.slow)],
+    ("model", "parts", "damaged"),
+    [
+        ("null", ("--null-token-ms", "0.3"), "rank-0"),  # reading pays
+        *(
+            pytest.param("demo", parts, damaged, marks=pytest.mark.slow)
+            for parts, damaged in [((), "rank-0"), (STAGES, "rank-1")]
+        ),
+    ],
 )
 def test_the_next_start_reads_from_the_disk_and_damaged_blocks_are_computed(
-    parts: tuple[str, ...], damaged: str, start_engine: EngineFactory, tmp_path: Path
+    model: str, parts: tuple[str, ...], damaged: str, start_engine: EngineFactory, tmp_path: Path
 ) -> None:
-    """One of several ranks that cannot read its part is enough."""
+    """One of several ranks that cannot read its part is enough.
+
+    Blocks of the null model have no content; tests/worker/offload compares that of others.
+    """
     flags = ("--kv-offload-dir", str(tmp_path / "kv"), *parts)
-    engine = start(start_engine, *flags)
+    num_parts = 2 if parts == STAGES else 1
+    engine = start(start_engine, *flags, model=model)
     with connected(engine) as client:
         alone = tokens_of(client)
-        wait_for_files(tmp_path, (1 + len(parts) // 2) * NUM_PROMPTS * (PROMPT_LEN // 16))
+        wait_for_files(tmp_path, num_parts * NUM_PROMPTS * (PROMPT_LEN // 16))
     stop(engine)
-    engine = start(start_engine, *flags)
+    engine = start(start_engine, *flags, model=model)
     with connected(engine) as client:
         assert tokens_of(client) == alone
         least = NUM_PROMPTS * PROMPT_LEN

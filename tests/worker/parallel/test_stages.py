@@ -56,7 +56,7 @@ from worker_proc.parallel.stage import Stage
     ("config", "num_stages"),
     [
         (LlamaConfig(**DEEP), 2),
-        (Qwen3Config(**DEEP), 3),
+        pytest.param(Qwen3Config(**DEEP), 3, marks=pytest.mark.slow),
         (Qwen3Config(**DEEP | {"tie_word_embeddings": True}), 2),
         (Gemma2Config(**DEEP | {"sliding_window": 8, "query_pre_attn_scalar": 16}), 2),
         (MixtralConfig(**DEEP | {"num_local_experts": 4}), 2),
