@@ -45,9 +45,13 @@ VARIANTS = {
         "test_the_table_compares_with_vllm_where_there_is_a_figure": "",
     },
     "simulation/test_simulation.py": {
-        "test_clients_resume_after_the_death_of_the_api_on_a_failing_disk": "safety",
-        "test_drafts_survive_deaths": "False",
-        "test_no_violation_under_any_fault": "safety progress",  # .ci/run simulates far more lives
+        # .ci/run simulates far more lives, with all of these faults and features.
+        "test_no_violation_under_any_fault": "safety progress",
+        "test_clients_resume_after_the_death_of_the_api_on_a_failing_disk": "safety progress",
+        "test_drafts_survive_deaths": "False True",
+        "test_adapters_survive_deaths": "safety progress",
+        "test_grammars_and_vectors_survive_deaths": "",
+        "test_standbys_are_promoted_and_replaced": "",
         "test_planted_bugs_are_found": (
             "progress-drain-at-once safety-drop-token safety-repeat-token "
             "safety-skip-epoch-check safety-stateful-random safety-outputs-as-prompt "
@@ -56,7 +60,6 @@ VARIANTS = {
             "safety-keep-turns progress-refuse-at-once progress-keep-wrong-drafts "
             "safety-forget-adapters progress-stale-states progress-stateful-random"
         ),
-        "test_adapters_survive_deaths": "safety",
         # As flipped ones, which are dropped, and as reordered ones.
         "test_damaged_frames_alone_violate_nothing": "truncate drop delay duplicate",
         "test_the_table_names_the_kind_of_a_bug": "drop-token-lost repeat-token-duplicated",
@@ -134,7 +137,6 @@ VARIANTS = {
         ),
     },
     "system/offload/test_remote_blocks.py": {
-        "test_a_request_that_moves_to_another_machine_brings_its_blocks": "False-machines1",
         "test_a_machine_that_hangs_delays_its_requests_and_no_stream": "",
         "test_blocks_that_are_damaged_or_missing_there_are_computed": "damage remove",
         "test_kill_9_of_the_reader_amid_a_load_continues_exactly": "core",
@@ -161,6 +163,8 @@ VARIANTS = {
             "api-plain api-usage api-echo api-sampled core-sampled core-chat worker-sampled "
             "worker-chat api-two -usage -echo -two"
         ),
+        # As in test_api_processes.py.
+        "test_many_clients_come_back_after_each_death_of_the_api": "",
     },
     "system/recovery/test_standby.py": {
         "test_standby_that_hangs_is_replaced_when_it_is_needed": "",
@@ -225,6 +229,8 @@ VARIANTS = {
     },
     "worker/parallel/test_divided_drafts.py": {
         "test_stages_verify_drafts": "2-1",  # as stages do whose layers have states
+        # As those of a draft model.
+        "test_ranks_verify_drafts": "",
     },
     "worker/parallel/test_divided_states.py": {
         "test_stages_have_the_logprobs_of_one_worker": "bamba lfm2 rwkv",
@@ -252,12 +258,13 @@ VARIANTS = {
         ),
     },
     "worker/cuda/test_run_ahead.py": {
-        "test_tokens_are_those_of_the_host": "True",
+        "test_tokens_are_those_of_the_host": "True False",  # as those of preempted requests
         # Preempted ones leave theirs, too.
         "test_requests_that_end_in_a_step_leave_the_next_one_and_their_blocks": "",
     },
     "worker/gguf/test_gguf.py": {
         "test_tokens_are_those_of_the_dequantized_weights": "llama_tied phi3",
+        "test_other_types_are_dequantized": "23",
     },
     "worker/decoder/test_hooks.py": {
         "test_hooks_that_change_nothing_change_no_bit": (
@@ -382,6 +389,8 @@ VARIANTS = {
     },
     "system/embedding/test_launch.py": {
         "test_close_is_bounded_in_any_state": "19-core",
+        # As in test_embedding_states.py.
+        "test_engine_answers_and_ends_with_its_context": "",
     },
     "system/machines/test_machines.py": {
         # As in test_host_agents.py.
@@ -411,6 +420,10 @@ VARIANTS = {
     },
     "worker/quantization/test_selection.py": {
         "test_ranks_have_parts_of_the_codes": "pack_quantized4_32_asym-llama-2",
+    },
+    "simulation/test_scale.py": {
+        # As in test_simulation.py.
+        "test_a_seed_is_reproduced": "",
     },
 }
 """Tests by file, with the variants to leave out; "" leaves out the whole test."""

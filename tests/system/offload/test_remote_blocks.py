@@ -44,6 +44,8 @@ from tests.system.offload.stored_blocks import (
 from tests.system.resumed_streams import body, ids_of
 
 TENSOR = ("--tensor-parallel-size", "2")
+NULL = ("--null-step-ms", "5", "--null-token-ms", "0.3")
+"""Of the null model: reading pays."""
 NUM_THERE = NUM_PROMPTS // 2
 """Of the requests, those at the machine that is lost."""
 
@@ -52,11 +54,15 @@ NUM_THERE = NUM_PROMPTS // 2
 def machines(
     start_engine: EngineFactory, keys: Path, request: pytest.FixtureRequest
 ) -> tuple[Machine, Machine]:
-    """The one that is lost, and the other one. A parameter divides the model between two ranks."""
+    """The one that is lost, and the other one.
+
+    A parameter divides the demo model between two ranks, or has the null model.
+    """
     flags = getattr(request, "param", ())
-    num_ranks = 2 if flags else 1
+    num_ranks = 2 if flags in (TENSOR, STAGES) else 1
+    begin = None if flags == NULL else start
     lost, kept = (
-        Machine(start_engine, keys, *flags, begin=start, num_ranks=num_ranks) for _ in range(2)
+        Machine(start_engine, keys, *flags, begin=begin, num_ranks=num_ranks) for _ in range(2)
     )
     for machine in (lost, kept):
         machine.engine.ready()
@@ -122,9 +128,9 @@ async def begun(lost: Machine, kept: Machine, keys: Path) -> AsyncIterator[Strea
 @pytest.mark.parametrize(
     ("is_killed", "machines"),
     [
-        (True, ()),
-        (False, ()),
-        *[pytest.param(True, ranks, marks=pytest.mark.slow) for ranks in (TENSOR, STAGES)],
+        (True, NULL),
+        *[pytest.param(True, flags, marks=pytest.mark.slow) for flags in ((), TENSOR, STAGES)],
+        pytest.param(False, (), marks=pytest.mark.slow),
     ],
     indirect=["machines"],
 )
@@ -213,8 +219,7 @@ def test_kill_9_of_the_reader_amid_a_load_continues_exactly(
 def test_prompts_are_computed_on_one_machine_and_continue_at_the_other(
     start_engine: EngineFactory, keys: Path
 ) -> None:
-    slow = ("--null-step-ms", "5", "--null-token-ms", "0.3")  # reading pays
-    machines = [Machine(start_engine, keys, *slow) for _ in range(2)]
+    machines = [Machine(start_engine, keys, *NULL) for _ in range(2)]
     params = SamplingParams(max_tokens=200, seed=1, ignore_eos=True)
 
     async def play() -> None:
@@ -239,8 +244,7 @@ def test_requests_that_are_resumed_from_a_journal_bring_their_blocks(
     start_engine: EngineFactory, keys: Path, tmp_path: Path
 ) -> None:
     """The API and a machine die together: its successor has only the journal."""
-    slow = ("--null-step-ms", "5", "--null-token-ms", "0.3")  # reading pays
-    machines = [Machine(start_engine, keys, *slow) for _ in range(2)]
+    machines = [Machine(start_engine, keys, *NULL) for _ in range(2)]
     addresses = [machine.address for machine in machines]
     flags = ("--data-parallel-size", "0", "--routing-policy", "round_robin")
     flags += ("--replica-addresses", *addresses, "--curve-keys", str(keys))
