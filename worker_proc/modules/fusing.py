@@ -146,6 +146,8 @@ class _Fusing:
         """Return the number of a module's kernel among those of its kind, and its replacement."""
         if self._dtype not in NATIVE_DTYPES or number == OWN_FORWARD:
             return None
+        if any(parameter.numel() == 0 for parameter in module.parameters()):
+            return None  # for example without shared experts
         names = {name for name, _ in module.named_children()}
         if names - _ACTIVATIONS in _MLP_CHILDREN:
             return fused_mlp(module, self._library, number, self._format)

@@ -133,7 +133,7 @@ def pack_linears(
     on_packed: Callable[[int, int], None],
     formats: Formats = PLAIN,
 ) -> int:
-    """Replace every linear layer, freeing its weights; call `on_packed(done, total)` for each.
+    """Replace linear layers, freeing their weights; call `on_packed(done, total)` for each.
 
     Coded embedding tables are replaced, too.
     """
@@ -142,7 +142,9 @@ def pack_linears(
         (parent, name, cast(nn.Linear, child))
         for parent in list(model.modules())
         for name, child in parent.named_children()
-        if type(child) in (nn.Linear, Conv1D) and not child.weight.is_meta  # unused
+        if type(child) in (nn.Linear, Conv1D)
+        and not child.weight.is_meta  # unused
+        and cast(torch.Tensor, child.weight).numel()  # torch computes empty products
     ]
     # Tied layers share parameters, and are packed once.
     keys: dict[nn.Module, tuple[int, int]] = {

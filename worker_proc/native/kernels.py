@@ -6,6 +6,7 @@ already loaded.
 
 import ctypes
 import logging
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -378,7 +379,7 @@ def load_library() -> NativeLibrary | None:
 
 
 def _dense_rows(hidden: torch.Tensor) -> torch.Tensor:
-    rows = hidden.reshape(-1, hidden.shape[-1])
+    rows = hidden.reshape(math.prod(hidden.shape[:-1]), hidden.shape[-1])  # the width may be 0
     return rows if rows.stride(1) == 1 else rows.contiguous()
 
 

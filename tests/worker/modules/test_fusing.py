@@ -10,6 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm
 
 from worker_proc.modules.fusing import fuse_modules
 from worker_proc.modules.mlp import FusedMLP
+from worker_proc.modules.packed_linear import pack_linears
 from worker_proc.modules.pointwise import FusedActivation, FusedRMSNorm
 from worker_proc.native.build import compiler
 from worker_proc.native.kernels import NATIVE_DTYPES, NativeLibrary
@@ -20,10 +21,12 @@ SIZE = 74
 """Not a multiple of a vector."""
 
 
-def make_mlp(activation: str = "silu", bias: bool = False, size: int = SIZE) -> LlamaMLP:
+def make_mlp(
+    activation: str = "silu", bias: bool = False, size: int = SIZE, inner: int | None = None
+) -> LlamaMLP:
     config = LlamaConfig(
         hidden_size=size,
-        intermediate_size=2 * size,
+        intermediate_size=2 * size if inner is None else inner,
         num_attention_heads=1,
         hidden_act=activation,
         mlp_bias=bias,
@@ -128,6 +131,18 @@ def test_modules_that_compute_something_else_stay(
     before = [type(module) for module in model]
     assert fuse_modules(model, library, dtype) == {}
     assert before == [type(module) for module in model]
+
+
+@pytest.mark.parametrize("dtype", NATIVE_DTYPES, ids=str)
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@torch.inference_mode()
+def test_an_mlp_of_no_experts_adds_nothing(dtype: torch.dtype, library: NativeLibrary) -> None:
+    """As of a mixture with 0 shared experts: its matrices are empty."""
+    model = nn.Sequential(make_mlp(inner=0)).to(dtype)
+    fuse_modules(model, library, dtype)
+    pack_linears(model, library, lambda done, total: None)
+    rows = torch.randn(1, 5, SIZE).to(dtype)
+    assert torch.equal(torch.zeros(1, 5, SIZE, dtype=dtype), model(rows))
 
 
 def test_a_later_start_fuses_the_same_and_tries_nothing(
