@@ -234,8 +234,8 @@ def _pooling(inspected: InspectedModel) -> PoolingType:
 
 
 def _has_token_types(inspected: InspectedModel) -> bool:
-    is_pooling = inspected.kind is not ModelKind.GENERATES
-    return is_pooling and (getattr(inspected.config, "type_vocab_size", None) or 0) > 1
+    """Return whether tokens have types: in encoders, and in those that are made decoders."""
+    return (getattr(inspected.config, "type_vocab_size", None) or 0) > 1
 
 
 def _with_head(loaded: LoadedModel, model: PreTrainedModel, checked: CheckedModel) -> LoadedModel:
