@@ -75,13 +75,8 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
         if section.get(key) is not None:
             require(_is_int(section[key], min_value), key, f"an integer of at least {min_value}")
     found = (section.get(key) for key in ("num_attention_heads", "n_head", "n_heads"))
-    num_heads = next(filter(None, found), None) or 1
-    if num_heads % (section.get("num_key_value_heads") or 1):
-        expected = f"a divisor of the {num_heads} of num_attention_heads"
-        require(False, "num_key_value_heads", expected)
-    for key in ("hidden_size", "n_embd"):
-        if section.get("head_dim") is None and (section.get(key) or 0) % num_heads:
-            require(False, key, f"a multiple of the {num_heads} attention heads, without head_dim")
+    if num_heads := next(filter(None, found), None):  # some models have another key
+        _check_heads(path, prefix, section, num_heads)
     for key in ("dtype", "torch_dtype"):
         if section.get(key) not in (None, "auto"):
             require(section[key] in _CONFIG_DTYPES, key, f"one of {', '.join(_CONFIG_DTYPES)}")
@@ -99,6 +94,19 @@ def _check_section(path: Path, prefix: str, section: dict[str, Any]) -> None:
         is_list = isinstance(layer_types, list) and all(isinstance(x, str) for x in layer_types)
         require(is_list, "layer_types", "a list of names")
     _check_eos(path, prefix, section)
+
+
+def _check_heads(path: Path, prefix: str, section: dict[str, Any], num_heads: int) -> None:
+    """Check what attention heads divide, and what divides them."""
+    groups = section.get("num_key_value_heads") or 1
+    expected = f"a divisor of the {num_heads} of num_attention_heads"
+    _require(num_heads % groups == 0, path, f"{prefix}num_key_value_heads", groups, expected)
+    if section.get("head_dim") is not None:
+        return
+    expected = f"a multiple of the {num_heads} attention heads, without head_dim"
+    for key in ("hidden_size", "n_embd"):
+        size = section.get(key) or 0
+        _require(size % num_heads == 0, path, prefix + key, size, expected)
 
 
 def _check_rope(path: Path, prefix: str, parameters: dict[str, Any]) -> None:

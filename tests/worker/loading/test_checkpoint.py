@@ -235,6 +235,13 @@ def test_json_of_the_checkpoints_is_as_expected(llama_checkpoint: Path) -> None:
     assert {"hidden_size", "hidden_act", "rope_parameters", "dtype", "eos_token_id"} <= set(config)
 
 
+def test_heads_under_another_key_are_not_compared(tmp_path: Path) -> None:
+    """As in GPT-Neo, whose key is `num_heads`."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"num_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}))
+    check_config_files(str(tmp_path))
+
+
 def test_latent_attention_may_have_no_rotated_part(tmp_path: Path) -> None:
     """The `head_dim` of GLM-5.3-Flash is the size of that part."""
     path = tmp_path / "config.json"
