@@ -2,18 +2,21 @@
 
 import difflib
 import importlib
+import signal
 import sys
 
 from protocol.process.version import version
 
 _MODULES = {
-    "serve": "supervisor.__main__",
+    "serve": "supervisor.command",
     "agent": "agent",
     "run-batch": "batch.command",
     "status": "status",
     "restart": "restart",
     "keys": "keys",
 }
+_WATCHING = ("serve", "agent")
+"""Commands that watch signals themselves once there is something to end."""
 _USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows the flags
        troika agent --join HOST:PORT --curve-keys DIR
                                       run an engine here for one on another machine
@@ -29,7 +32,11 @@ def main() -> int:
     """Run a command. Returns its exit status, or 2 if it is unknown."""
     command, *argv = sys.argv[1:] or [""]
     if command in _MODULES:
+        # Ctrl-C ends an import without a traceback; commands with work to end handle it later.
+        handler = signal.signal(signal.SIGINT, signal.SIG_DFL)
         module = importlib.import_module(f"scripts.{_MODULES[command]}")
+        if command not in _WATCHING:
+            signal.signal(signal.SIGINT, handler)
         return int(module.main(argv, f"troika {command}"))
     if command == "--version":
         print(f"troika {version()}")

@@ -212,7 +212,7 @@ def test_ray_and_process_groups_exist_only_where_they_are_asked_for() -> None:
             assert "ray" not in imported_packages(path) or place.is_relative_to("scripts/placement")
             if "init_process_group(" in path.read_text():
                 assert place == Path("worker_proc/cuda/rank_group.py")
-    assert not modules_after("import scripts.supervisor.__main__") & {"ray", "torch"}
+    assert not modules_after("import scripts.supervisor.command") & {"ray", "torch"}
 
 
 def test_no_module_unpickles_or_evaluates() -> None:

@@ -92,13 +92,15 @@ class Console:
 
     def ready(self, slot: Slot, message: Ready, now: float) -> None:
         """Print the times of a start that is complete."""
-        self.ended(slot)
+        self._loading.pop(slot, None)
         columns = _num_columns() if self._is_terminal else None
         self.line(render_row(str(slot), self._clocks[slot], message.detail, now, columns))
 
     def ended(self, slot: Slot) -> None:
-        """End the progress of a process that is ready or dead."""
+        """End the progress of a process that is ready or dead; with the last one the bar ends."""
         self._loading.pop(slot, None)
+        if self._has_bar and not self._loading:
+            self._clear()
 
     def _slowest(self) -> Slot:
         """Return the process that is furthest behind.

@@ -93,7 +93,10 @@ class Shutdown:
         if self._state is _State.RUNNING:
             self._state = _State.DRAINING
             self.deadline = now + self._timeout_s
-            note = Note(logging.INFO, "finishing open requests; another signal stops at once")
+            what = "stopping"
+            if self._timeout_s > 0 and self._has_served:
+                what = f"finishing open requests, for {self._timeout_s:g} s at most"
+            note = Note(logging.INFO, f"{what}; another signal stops at once")
             if self._timeout_s == 0 or not self._fronts:
                 return [note, *self.stop(now)]
             return [note, *self._drain_front(), *self.advance(now)]

@@ -100,6 +100,7 @@ def test_time_continues_while_nothing_is_reported_and_stops_with_the_start() -> 
         assert console.next_tick() == pytest.approx(2.1)
         end(console)
         assert console.next_tick() is None
+        assert stream.getvalue().count("\x1b[J") == 3, "no bar is left below the prompt of a shell"
     console.starting(Slot(Role.CORE), 5.0)
     assert console.next_tick() is None, "only what loads a model has a bar"
 

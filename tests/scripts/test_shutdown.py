@@ -15,7 +15,7 @@ from protocol.lifecycle import (
     Role,
     Stop,
 )
-from scripts.supervisor.actions import Exit, Kill, Origin, Send, Show, Start
+from scripts.supervisor.actions import Exit, Kill, Note, Origin, Send, Show, Start
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.policy import SupervisorPolicy
 from scripts.supervisor.shutdown import STOP_GRACE_S
@@ -47,6 +47,20 @@ def test_an_engine_without_requests_is_stopped_in_order(num_ranks: dict[Role, in
         assert Send(process.slot, Stop()) in actions
         actions = policy.on_death(process.slot, 0, 2.0, Evidence())
     assert actions[-1] == Exit(0)
+
+
+def test_the_log_states_how_long_requests_may_take() -> None:
+    """Before the engine has served there are none."""
+    for drill, text in (
+        (Drill(), "stopping; another signal stops at once"),
+        (
+            Drill().all_ready(),
+            f"finishing open requests, for {RECOVERY.shutdown_timeout_s:g} s at most; another"
+            " signal stops at once",
+        ),
+    ):
+        actions = drill.policy.on_signal(drill.now)
+        assert [action.text for action in actions if isinstance(action, Note)] == [text]
 
 
 def test_without_api_the_core_is_drained() -> None:
