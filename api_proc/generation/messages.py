@@ -8,14 +8,11 @@ from msgspec import UNSET, Meta
 from api_proc.errors import invalid, unsupported
 from api_proc.generation.unsupported_fields import Unsupported, reject_unsupported
 from api_proc.http.json_scan import MAX_DEPTH, MAX_VALUES, max_depth, max_num_values
+from protocol.config.rules import RESERVED_TEMPLATE_NAMES
 
 MAX_MESSAGES = 4096
 TEXT_PARTS = frozenset({"text", "input_text", "output_text"})
 """Types of the parts of a message that are text: of chats, and of the newer responses."""
-_RESERVED_TEMPLATE_NAMES = frozenset(
-    {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
-)
-"""Template variables that the server sets."""
 
 
 class ContentPart(msgspec.Struct, frozen=True):
@@ -113,7 +110,7 @@ def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None
             if getattr(part, name) is None:
                 raise invalid(f"{where}.{name}", "the field is missing")
     check_arguments(messages)
-    for name in _RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
+    for name in RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
         raise invalid(f"chat_template_kwargs.{name}", "is set by the server", "not_allowed")
 
 

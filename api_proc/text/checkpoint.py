@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.config import ConfigError
+from protocol.config import ConfigError, ModelConfig
 from protocol.config.field_errors import read_field_error
 from protocol.sampling import (
     MinP,
@@ -65,8 +65,22 @@ def special_tokens(config: dict[str, Any]) -> dict[str, str]:
     return tokens
 
 
-def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Return the defaults of generation_config.json; log and ignore values out of bounds."""
+def sampling_defaults(model: ModelConfig) -> SamplingDefaults:
+    """Return the defaults of a model and its settings.
+
+    Values in generation_config.json that are out of bounds are logged and ignored.
+    """
+    found = _checkpoint_defaults(Path(model.model))
+    if model.generation_config == "vllm":
+        found = SamplingDefaults(suppress_tokens=found.suppress_tokens)
+    if model.override_generation_config is None:
+        return found
+    given = msgspec.structs.asdict(model.override_generation_config)
+    values = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(found, **values)
+
+
+def _checkpoint_defaults(directory: Path) -> SamplingDefaults:
     config = read_json(directory / "generation_config.json")
     values = {}
     for item in msgspec.structs.fields(SamplingDefaults):

@@ -86,12 +86,15 @@ class TextProcessor:
         tokenizer_config: dict[str, object] | None = None,
         dialect: Dialect | None = None,
         *,
+        template_defaults: dict[str, Any] | None = None,
         pool: TextPool | None = None,
     ) -> None:
         """Without a pool, all work is done in this process and without limits."""
         self.tokenizer = tokenizer
         self.template = template
         self.template_with_tools = template
+        self._template_defaults = template_defaults or {}
+        """Variables of the template that a request may set to other values."""
         self.defaults = defaults or SamplingDefaults()
         self.tokenizer_config = tokenizer_config or {}
         self.dialect = dialect or Dialect()
@@ -107,10 +110,13 @@ class TextProcessor:
         """Read the files of a checkpoint; the model "null" has none."""
         pool = TextPool(model, pool_size, MAX_LONG_TEXTS) if pool_size else None
         names = model.tool_call_parser, model.reasoning_parser
+        variables = model.default_chat_template_kwargs
         if model.model == NULL_MODEL and model.tokenizer is None:
             dialect = find_dialect(_NULL_CHAT_TEMPLATE, *names)
             plain = ChatTemplate(_NULL_CHAT_TEMPLATE, {})
-            return cls(ByteTokenizer(), plain, dialect=dialect, pool=pool)
+            return cls(
+                ByteTokenizer(), plain, dialect=dialect, template_defaults=variables, pool=pool
+            )
         directory = Path(model.tokenizer or model.model)
         config = read_json(directory / "tokenizer_config.json")
         tokenizer = HfTokenizer(directory, config)
@@ -123,8 +129,10 @@ class TextProcessor:
             with_tools = ChatTemplate(templates["tool_use"], tokenizer.special_tokens)
         sources = "".join(templates[name] for name in ("tool_use", "default") if name in templates)
         dialect = find_dialect(sources, *names)
-        defaults = sampling_defaults(Path(model.model))
-        processor = cls(tokenizer, template, defaults, config, dialect, pool=pool)
+        defaults = sampling_defaults(model)
+        processor = cls(
+            tokenizer, template, defaults, config, dialect, template_defaults=variables, pool=pool
+        )
         processor.template_with_tools = with_tools or template
         return processor
 
@@ -174,7 +182,8 @@ class TextProcessor:
         param: str = "messages",
     ) -> list[int]:
         """Return the ids of a chat's prompt, like `render` followed by `encode`."""
-        chat = Chat(messages, add_generation_prompt, extra, tools, continue_final_message)
+        variables = self._template_defaults | (extra or {})
+        chat = Chat(messages, add_generation_prompt, variables, tools, continue_final_message)
         self._require_template(chat)
         job = EncodeChat(chat, options)
         body = _encoded(job)
@@ -194,7 +203,8 @@ class TextProcessor:
 
         It may end within the final message.
         """
-        chat = Chat(messages, add_generation_prompt, extra, tools, continue_final_message)
+        variables = self._template_defaults | (extra or {})
+        chat = Chat(messages, add_generation_prompt, variables, tools, continue_final_message)
         self._require_template(chat)
         body = _encoded(job := Render(chat))
         result = await self._run(job, len(body), "messages", body)

@@ -6,7 +6,7 @@ these structs and the docstrings of their fields (setting_fields.py). Values lea
 as `ModelFacts`.
 """
 
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, field
@@ -25,6 +25,7 @@ from protocol.config.choices import (
     Quantization,
     RoutingPolicy,
 )
+from protocol.config.generation_overrides import GenerationOverrides
 
 DEFAULT_MAMBA_BLOCK_SIZE = 512
 
@@ -60,6 +61,9 @@ Origin = Annotated[
         description="an origin such as https://app.example.com, or *",
     ),
 ]
+_JSON = {"metavar": "JSON", "is_json": True}
+TemplateVariables = Annotated[dict[str, Any], Meta(max_length=64, extra=_JSON)]
+Overrides = Annotated[GenerationOverrides, Meta(extra=_JSON)]
 ApiKey = Annotated[str, Meta(min_length=1, max_length=256, extra={"is_secret": True})]
 """Never printed, and removed from the environment once it was read."""
 
@@ -84,6 +88,15 @@ class ModelConfig(Section):
     """Directory of the tokenizer, if it is not the model's directory."""
     chat_template: str | None = None
     """File with a Jinja chat template, used instead of the model's own."""
+    default_chat_template_kwargs: TemplateVariables = {}
+    """Variables of the chat template, as {"enable_thinking": false}, for requests that do not set
+    them."""
+    generation_config: Annotated[str, Meta(pattern="^(auto|vllm)$")] = "auto"
+    """Sampling parameters of requests that have none. auto: those of the checkpoint's
+    generation_config.json. vllm: vLLM's, such as the temperature 1."""
+    override_generation_config: Overrides | None = None
+    """Sampling parameters that take the place of these, as {"temperature": 0.6, "top_k": 20}: also
+    top_p, min_p and repetition_penalty."""
     tool_call_parser: Annotated[str, Meta(min_length=1)] = "auto"
     """Format in which the model writes tool calls, by vLLM's names. auto: detected from the chat
     template. off: calls remain text, and requests with tools are refused."""

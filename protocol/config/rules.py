@@ -19,6 +19,10 @@ from protocol.config.engine_config import EngineConfig
 from protocol.config.errors import ConfigError
 from protocol.config.lora_modules import parse_lora_module
 
+RESERVED_TEMPLATE_NAMES = frozenset(
+    {"messages", "tools", "documents", "tokenize", "chat_template", "add_generation_prompt"}
+)
+"""Variables of chat templates that the server sets."""
 _NULL = "null"
 _ANY_HOST = ("*", "0.0.0.0")
 Rule = tuple[bool, str]
@@ -108,6 +112,12 @@ def _policy_rules(config: EngineConfig) -> Iterator[Rule]:
         bool(scheduler.tenant_weights) and scheduler.scheduling_policy != "fair",
         "`tenant_weights` needs `scheduling_policy` fair",
     )
+
+
+def _template_rules(config: EngineConfig) -> Iterator[Rule]:
+    """Yield the rules of the variables of chat templates."""
+    for name in RESERVED_TEMPLATE_NAMES.intersection(config.model.default_chat_template_kwargs):
+        yield True, f"`default_chat_template_kwargs`: {name} is set by the server"
 
 
 def _cache_rules(config: EngineConfig) -> Iterator[Rule]:
@@ -412,6 +422,7 @@ _CONCEPTS: tuple[Callable[[EngineConfig], Iterator[Rule]], ...] = (
     _step_rules,
     _prefill_rules,
     _policy_rules,
+    _template_rules,
     _cache_rules,
     _replica_rules,
     _machine_rules,

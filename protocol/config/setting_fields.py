@@ -76,6 +76,11 @@ class Setting(NamedTuple):
         return typing.get_origin(self.base_type) is dict
 
     @property
+    def is_json(self) -> bool:
+        """Whether a text stands for a JSON object."""
+        return any(extra.get("is_json", False) for extra in _bounds(self.type, "extra"))
+
+    @property
     def is_secret(self) -> bool:
         """Whether no output may show the value."""
         return any(extra.get("is_secret", False) for extra in _bounds(self.type, "extra"))
@@ -93,10 +98,9 @@ class Setting(NamedTuple):
         """What stands for the value in help texts."""
         if self.choices:
             return "{" + ",".join(self.choices) + "}"
-        if self.is_mapping:
-            return "NAME=X,..."
         extra: dict[str, Any] = next(_bounds(self.type, "extra"), {})
-        return str(extra.get("metavar") or {int: "N", float: "X"}.get(self.base_type, "TEXT"))
+        default = "NAME=X,..." if self.is_mapping else "TEXT"
+        return str(extra.get("metavar") or {int: "N", float: "X"}.get(self.base_type, default))
 
     @property
     def form(self) -> str | None:

@@ -29,6 +29,8 @@ def converted(value: Any, setting: Setting, origin: str) -> Any:
     is_text = isinstance(value, str)
     if is_text and setting.is_bool:
         value = {"1": True, "true": True, "0": False, "false": False}.get(value.lower(), value)
+    elif is_text and setting.is_json:
+        value = _parse_json(value, origin)
     elif is_text and setting.is_mapping:
         value = _parse_pairs(value, origin)
     elif is_text and setting.base_type is int:
@@ -36,7 +38,7 @@ def converted(value: Any, setting: Setting, origin: str) -> Any:
     elif setting.is_list:
         value = _parse_list(value, setting)
     try:
-        return msgspec.convert(value, setting.type, strict=not is_text)
+        return msgspec.convert(value, setting.type, strict=not is_text or setting.is_json)
     except msgspec.ValidationError as error:
         raise ConfigError(f"{origin}: {_error_text(value, setting, str(error))}") from (
             None if setting.is_secret else error
@@ -62,6 +64,8 @@ def _problem(value: Any, setting: Setting, error: str) -> str:
         if setting.is_bool:
             kind = "true, false, 1 or 0"
         return f"{shown!r} is not {kind}"
+    if setting.is_json:
+        return read_field_error(error).about("")
     return read_field_error(error, repr(shown)).reason
 
 
@@ -94,6 +98,14 @@ def _parse_list(value: Any, setting: Setting) -> Any:
         except msgspec.DecodeError:
             return [value]
     return [item.strip() for item in value.split(",") if item.strip()]
+
+
+def _parse_json(text: str, origin: str) -> Any:
+    """Read a JSON object."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ConfigError(f"{origin}: {text[:100]!r} is not a JSON object: {error}") from error
 
 
 def _parse_pairs(text: str, origin: str) -> dict[str, str]:

@@ -15,10 +15,15 @@ from api_proc.llm import SamplingParams as PythonParams
 from api_proc.llm.sampling import resolved, with_defaults
 from api_proc.params import MAX_BAD_TOKENS, bad_word_ids, sampling_params
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
-from api_proc.text.checkpoint import chat_templates, read_json, sampling_defaults
+from api_proc.text.checkpoint import (
+    SamplingDefaults,
+    chat_templates,
+    read_json,
+    sampling_defaults,
+)
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import ByteTokenizer, EncodeOptions, HfTokenizer, TooManyTokens
-from protocol.config import ConfigError
+from protocol.config import ConfigError, ModelConfig
 from protocol.config.settings import configure
 from tests.api.conftest import CORPUS, write_json
 from tests.paths import DEMO_MODEL
@@ -196,21 +201,35 @@ def test_missing_tokenizer_names_the_file(tmp_path: Path) -> None:
 
 
 def test_sampling_defaults_come_from_the_checkpoint(checkpoint: Path, tmp_path: Path) -> None:
-    assert (sampling_defaults(checkpoint).temperature, sampling_defaults(checkpoint).top_k) == (
-        0.25,
-        7,
-    )
+    defaults = sampling_defaults(ModelConfig(model=str(checkpoint)))
+    assert (defaults.temperature, defaults.top_k) == (0.25, 7)
     write_json(tmp_path / "generation_config.json", {"temperature": -1, "top_p": 0.5})
-    assert (sampling_defaults(tmp_path).temperature, sampling_defaults(tmp_path).top_p) == (
-        1.0,
-        0.5,
+    defaults = sampling_defaults(ModelConfig(model=str(tmp_path)))
+    assert (defaults.temperature, defaults.top_p) == (1.0, 0.5)
+
+
+def test_settings_take_the_place_of_the_checkpoints_sampling_defaults(tmp_path: Path) -> None:
+    content = {"temperature": 0.25, "top_k": 7, "suppress_tokens": [5]}
+    write_json(tmp_path / "generation_config.json", content)
+
+    def found(**settings: object) -> dict[str, Any]:
+        model = configure(model=str(tmp_path), **settings).model
+        return msgspec.structs.asdict(sampling_defaults(model))
+
+    neutral = msgspec.structs.asdict(SamplingDefaults(suppress_tokens=[5]))
+    overrides = {"temperature": 0.0, "min_p": 0.1}
+    assert found() == neutral | {"temperature": 0.25, "top_k": 7}
+    assert found(override_generation_config=overrides) == neutral | overrides | {"top_k": 7}
+    assert found(generation_config="vllm") == neutral
+    assert found(generation_config="vllm", override_generation_config=overrides) == (
+        neutral | overrides
     )
 
 
 def test_suppressed_tokens_of_the_checkpoint_are_banned(tmp_path: Path) -> None:
     """Ids outside the vocabulary are not, nor any in requests that state which tokens may be."""
     write_json(tmp_path / "generation_config.json", {"suppress_tokens": [5, 7, 1000]})
-    defaults = sampling_defaults(tmp_path)
+    defaults = sampling_defaults(ModelConfig(model=str(tmp_path)))
     for allowed, expected in ((None, [[9, 8], [5], [7]]), ([5, 6], [[9, 8]])):
         body = CompletionBody(model="", prompt="a", allowed_token_ids=allowed)
         params = sampling_params(

@@ -9,6 +9,7 @@ import pytest
 from api_proc.bodies import ChatBody
 from api_proc.text.chat_template import ChatTemplate
 from api_proc.text.processor import TextProcessor
+from api_proc.text.tokenizer import EncodeOptions
 from protocol.config.settings import configure
 from tests.api.conftest import write_json
 from tests.api.session_server import play
@@ -74,6 +75,28 @@ def test_variables_of_thinking() -> None:
     assert variables(reasoning_effort="high") == {"reasoning_effort": "high"}
     kwargs = {"enable_thinking": True, "x": 1}
     assert variables(enable_thinking=False, chat_template_kwargs=kwargs) == off | kwargs
+
+
+@play
+async def test_a_setting_has_the_variables_that_a_request_does_not_set(
+    checkpoint: Path, tmp_path: Path
+) -> None:
+    """In all routes that render a chat, with and without tools."""
+    (tmp_path / "name.jinja").write_text("{{ enable_thinking }} {{ x }}")
+    text = TextProcessor.load(
+        configure(
+            model=str(checkpoint),
+            chat_template=str(tmp_path / "name.jinja"),
+            default_chat_template_kwargs={"enable_thinking": False, "x": 1},
+        ).model
+    )
+    for extra, expected in ((None, "False 1"), ({"x": 2}, "False 2")):
+        for tools in (None, [{}]):
+            options: Any = {"add_generation_prompt": True, "extra": extra, "tools": tools}
+            assert await text.render([], **options) == expected
+            ids = await text.encode_chat([], EncodeOptions(False, 100), **options)
+            assert await text.decode(ids) == expected
+    text.close()
 
 
 @play

@@ -9,7 +9,8 @@ import pytest
 
 from protocol.config import ConfigError, Dtype, EngineConfig, validate_api_port
 from protocol.config.foreign_flags import INSTEAD
-from protocol.config.setting_fields import all_settings, descriptions
+from protocol.config.generation_overrides import GenerationOverrides
+from protocol.config.setting_fields import all_settings, descriptions, flag_of
 from protocol.config.settings import add_flags, configure, hint, parse_args, resolve
 
 ALONE = {"data_parallel_size": 0, "agents_listen": "10.0.0.1:7100", "curve_keys": "keys"}
@@ -144,6 +145,19 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ),
         ({"enable_lora": True, "device": "cuda"}, "enable_lora needs device cpu"),
         ({"enable_lora": True, "dtype": "float16"}, "needs dtype float32 or bfloat16"),
+        (
+            {"default_chat_template_kwargs": "enable_thinking=false"},
+            "^default_chat_template_kwargs: 'enable_thinking=false' is not a JSON object",
+        ),
+        ({"default_chat_template_kwargs": {"messages": []}}, "messages is set by the server"),
+        (
+            {"override_generation_config": '{"temperature": 9}'},
+            "^override_generation_config: temperature: .*<= 2",
+        ),
+        (
+            {"override_generation_config": {"max_new_tokens": 9}},
+            "^override_generation_config: max_new_tokens: is not a known field",
+        ),
         ({"tenant_weights": "gold=4"}, "needs scheduling_policy fair"),
         ({"tenant_weights": "gold"}, "^tenant_weights.*'gold' is not name=value"),
         ({"tenant_weights": "gold=1,gold=2"}, "^tenant_weights.*'gold=2' comes twice"),
@@ -336,6 +350,30 @@ def test_switches_enumerations_and_none_are_read() -> None:
     assert not config.cache.enable_prefix_caching
     assert config.model.dtype is Dtype.FLOAT16
     assert config.model.max_model_len is None
+
+
+def test_settings_of_chats_and_sampling_are_json_or_a_mapping(tmp_path: Path) -> None:
+    """A value has the same type from every source: a template would take "false" for true."""
+    variables, overrides = {"enable_thinking": False}, {"temperature": 0.5, "top_k": 20}
+    names = {
+        "default_chat_template_kwargs": '{"enable_thinking": false}',
+        "override_generation_config": '{"temperature": 0.5, "top_k": 20}',
+    }
+    file = tmp_path / "engine.yaml"
+    file.write_text(
+        "default-chat-template-kwargs: {enable_thinking: false}\n"
+        "override-generation-config: {temperature: 0.5, top_k: 20}\n"
+    )
+    flags = [word for name, text in names.items() for word in (flag_of(name), text)]
+    for config in (
+        resolve({}, {}, str(file)),
+        resolve({}, {f"TROIKA_{name.upper()}": text for name, text in names.items()}),
+        parse(*flags),
+        configure(default_chat_template_kwargs=variables, override_generation_config=overrides),
+    ):
+        model = config.model
+        assert model.default_chat_template_kwargs == variables
+        assert model.override_generation_config == GenerationOverrides(temperature=0.5, top_k=20)
 
 
 def test_tenant_weights_are_one_text_or_a_mapping(tmp_path: Path) -> None:

@@ -98,7 +98,13 @@ def _key(config: EngineConfig) -> Iterator[bytes]:
         num_state_blocks_override=None,
         kv_cache_memory_bytes=None,
     )
-    model = msgspec.structs.replace(config.model, given_model=None)
+    model = msgspec.structs.replace(
+        config.model,
+        given_model=None,
+        default_chat_template_kwargs={},
+        generation_config="auto",
+        override_generation_config=None,
+    )
     parallel = (config.parallel.tensor_parallel_size, config.parallel.pipeline_parallel_size)
     settings = (model, cache, config.scheduler, parallel, config.worker)
     yield msgspec.msgpack.encode(settings)

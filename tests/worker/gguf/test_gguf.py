@@ -26,6 +26,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
 from api_proc.text.checkpoint import sampling_defaults
+from protocol.config import ModelConfig
 from scripts.gguf.cache import MAX_DIRECTORIES, find_directory
 from scripts.gguf.directory import make_directory
 from tests.worker.bitwise import NUM_THREADS, compare, engine_config
@@ -473,11 +474,11 @@ def test_suppressed_tokens_are_never_sampled(
     stated = vocabulary._replace(keys={**vocabulary.keys, **keys})
     path, _ = write_gguf(tmp_path, LlamaConfig(**WIDE), Type.F16, vocabulary=stated)
     directory = make_directory(path)
-    assert sampling_defaults(directory).suppress_tokens == [300, 7]
+    assert sampling_defaults(ModelConfig(model=str(directory))).suppress_tokens == [300, 7]
     many = vocabulary._replace(keys={**vocabulary.keys, "suppress_tokens": list(range(65))})
     path, _ = write_gguf(tmp_path / "many", LlamaConfig(**WIDE), Type.F16, vocabulary=many)
     with caplog.at_level("WARNING"):
-        assert sampling_defaults(make_directory(path)).suppress_tokens == []
+        assert sampling_defaults(ModelConfig(model=str(make_directory(path)))).suppress_tokens == []
     assert "generation_config.json: suppress_tokens is ignored: " in caplog.text
     wrong = vocabulary._replace(keys={**vocabulary.keys, "suppress_tokens": [512]})
     path, _ = write_gguf(tmp_path / "wrong", LlamaConfig(**WIDE), Type.F16, vocabulary=wrong)
