@@ -95,8 +95,8 @@ class ModelConfig(Section):
     """Sampling parameters of requests that have none. auto: those of the checkpoint's
     generation_config.json. vllm: vLLM's, such as the temperature 1."""
     override_generation_config: Overrides | None = None
-    """Sampling parameters that take the place of these, as {"temperature": 0.6, "top_k": 20}: also
-    top_p, min_p and repetition_penalty."""
+    """Sampling parameters of requests that have none, before those of generation_config, as
+    {"temperature": 0.6, "top_k": 20}: also top_p, min_p and repetition_penalty."""
     tool_call_parser: Annotated[str, Meta(min_length=1)] = "auto"
     """Format in which the model writes tool calls, by vLLM's names. auto: detected from the chat
     template. off: calls remain text, and requests with tools are refused."""

@@ -26,6 +26,7 @@ _VLLM = {
     "allowed-headers": _ORIGINS,
     "allowed-methods": _ORIGINS,
     "async-scheduling": "--max-steps-in-flight is 2 by default",
+    "cc": _GRAPHS,
     "chat-template-content-format": "the format is read from the template",
     "collect-detailed-traces": _NO_TRACES,
     "compilation-config": _GRAPHS,

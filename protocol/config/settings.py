@@ -256,11 +256,13 @@ def _known_variable(variable: str, known: Mapping[str, Setting]) -> str:
 def hint(name: str, known: Iterable[str], spell: Callable[[str], str] = str) -> str:
     """Return what takes the place of another server's flag, or asks for the name most like it.
 
-    `spell` writes that name as the user would.
+    The flag may be negated (--no-NAME), or name a part of its value (--NAME.PART). `spell` writes
+    the most similar name as the user would.
     """
     by_word = {option.strip("-"): option for option in known}
     word = name.strip("-")
-    if (instead := INSTEAD.get(word.replace("_", "-"))) is not None:
+    flag = word.partition(".")[0].replace("_", "-")
+    if (instead := INSTEAD.get(flag) or INSTEAD.get(flag.removeprefix("no-"))) is not None:
         return f": {instead}"
     close = difflib.get_close_matches(word, by_word, n=1, cutoff=_LIKENESS)
     close += [option for option in by_word if word and option.startswith(word)]

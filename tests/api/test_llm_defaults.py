@@ -1,14 +1,17 @@
 """The checkpoint's own sampling parameters in the Python interface."""
 
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import msgspec
+import pytest
 
 from api_proc.llm import LLM, SamplingParams
+from api_proc.llm.settings import engine_config
 from protocol import sampling
 from protocol.api_core import EngineStats, RequestOutput
 from protocol.client.ledger import RequestOptions
+from protocol.config import ConfigError
 from protocol.sampling import FinishReason
 from tests.api.fake_engine import FACTS
 
@@ -44,6 +47,23 @@ class OneTokenEngine:
 
     def stats(self) -> EngineStats:
         return EngineStats()
+
+
+def test_arguments_of_vllm_that_change_no_output_are_accepted() -> None:
+    """The kind of a model, whether texts or vectors, follows from its files."""
+    arguments: dict[str, Any] = {
+        "runner": "pooling",
+        "convert": "embed",
+        "task": "embed",
+        "distributed_executor_backend": "mp",
+        "compilation_config": {"level": 3},
+        "limit_mm_per_prompt": {"image": 0},
+        "hf_overrides": None,
+    }
+    assert engine_config("demo", arguments) == engine_config("demo", {})
+    for name, value in (("runner", "draft"), ("task", "reward"), ("cpu_offload_gb", 2)):
+        with pytest.raises(ConfigError, match=f"^{name}: {value!r} is not supported, only "):
+            engine_config("demo", {name: value})
 
 
 def test_the_checkpoints_own_parameters_are_shown_and_apply_to_prompts_without_any(

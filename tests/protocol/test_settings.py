@@ -345,6 +345,21 @@ def test_ranks_of_one_model_on_several_machines_are_refused_with_a_sentence(name
     assert found.startswith(": the ranks of a model share a machine; engines of other machines")
 
 
+@pytest.mark.parametrize(
+    ("name", "flag"),
+    [
+        ("--no-enable-log-requests", "enable-log-requests"),
+        ("--speculative-config.method", "speculative-config"),
+        ("-cc.mode", "compilation-config"),
+        ("--no-mmap", "mmap"),
+    ],
+)
+def test_a_negated_flag_and_a_part_of_a_value_have_the_explanation_of_the_flag(
+    name: str, flag: str
+) -> None:
+    assert hint(name, []) == f": {INSTEAD[flag]}"
+
+
 def test_switches_enumerations_and_none_are_read() -> None:
     config = parse("--no-enable-prefix-caching", "--dtype", "float16", "--max-model-len", "none")
     assert not config.cache.enable_prefix_caching

@@ -70,7 +70,12 @@ def test_bad_parameter_is_named(fields: dict[str, Any], text: str) -> None:
     ("arguments", "text"),
     [
         ({"quantization": "awq"}, "quantization: .*'awq'"),
-        ({"load_format": "gguf"}, "load_format: 'gguf' is not supported, only 'auto' is"),
+        (
+            {"load_format": "gguf"},
+            "load_format: 'gguf' is not supported, only 'auto' or 'safetensors' are",
+        ),
+        ({"task": "reward"}, "task: 'reward' is not supported, only 'auto' or 'generate' or"),
+        ({"hf_overrides": {"rope": 1}}, "hf_overrides: .* is not supported, only None is"),
         ({"max_num_sequences": 4}, "unknown setting max_num_sequences .* max_num_seqs"),
         ({"max_num_seqs": 0}, "max_num_seqs: must be an integer >= 1"),
         ({"dtype": "int4"}, "dtype"),
