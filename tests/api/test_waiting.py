@@ -95,7 +95,7 @@ def _large_server(make_server: MakeServer) -> LiveServer:
 
 
 def test_a_large_body_that_waits_too_long_gets_a_503_and_a_small_one_is_served(
-    make_server: MakeServer,
+    make_server: MakeServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     live = _large_server(make_server)
     live.call(_fill, live.state.large_requests.in_memory)
@@ -103,6 +103,8 @@ def test_a_large_body_that_waits_too_long_gets_a_503_and_a_small_one_is_served(
     refused = httpx.post(url, json={"prompt": [5] * 20_000, "max_tokens": 1})
     assert (refused.status_code, refused.headers["retry-after"]) == (503, "1")
     assert json.loads(refused.text)["error"]["code"] == "overloaded"
+    # On a busy machine an event loop may be late by more than the short wait.
+    monkeypatch.setattr(waiting, "MAX_WAIT_S", 60.0)
     assert httpx.post(url, json={"prompt": "x", "max_tokens": 1}).status_code == 200
     live.call(live.state.large_requests.in_memory.leave)
     assert httpx.post(url, json={"prompt": [5] * 20_000, "max_tokens": 1}).status_code == 200

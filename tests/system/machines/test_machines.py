@@ -30,7 +30,7 @@ from tests.system.machines.replicated_streams import (
     prompt_of,
     until_serving,
 )
-from tests.system.null_load import Stream
+from tests.system.null_load import NullLoad
 from tests.system.resumed_streams import body, ids_of
 
 
@@ -140,16 +140,9 @@ def test_an_api_has_replicas_on_other_machines(start_engine: EngineFactory, keys
         return states == ["ready"] * 2
 
     eventually(serve, "both replicas serve")
-    streams = [
-        Stream(head.url(), prompt=prompt_of(number), max_tokens=PARAMS.max_tokens, seed=1)
-        for number in range(8)
-    ]
-    eventually(lambda: all(len(one.token_ids) > 10 for one in streams), "all have begun")
+    load = NullLoad(head.url(), 8, PARAMS.max_tokens).read(11)
     machine.engine.process.kill()
-    for number, stream in enumerate(streams):
-        stream.join()
-        assert stream.error is None
-        assert stream.token_ids == EXPECTED[number]
+    load.check()
 
 
 def test_clients_of_a_lost_machine_read_on_at_another_api_from_the_journal(
