@@ -4,7 +4,7 @@ The interpreter keeps bfloat16 as integers: it multiplies matrices of these bits
 off where a GPU rounds. Its products are those of a library for CPUs, in which the bits of a row may
 depend on its place in the matrix; on a GPU they do not. All three are corrected here, so that the
 kernels can be tested as they are. It also patches Triton's language again at each call of a
-function, which took most of the time.
+function, and makes the shape of a tensor anew for each result, which took most of the time.
 """
 
 import importlib.util
@@ -29,6 +29,7 @@ def prepare_triton() -> None:
             pytest.skip(NEEDS_TORCH_WITH_CUDA, allow_module_level=True)
         _correct_products_and_bfloat16()
         _patch_language_once()
+        _share_shapes()
 
 
 def _correct_products_and_bfloat16() -> None:
@@ -84,3 +85,32 @@ def _patch_language_once() -> None:
 
     InterpretedFunction.__call__ = call_quickly
     InterpretedFunction.is_quick = True
+
+
+def _share_shapes() -> None:
+    """Give types of the same elements and shape, and their tensors, the attributes of the first."""
+    import triton.language as tl
+
+    if hasattr(tl.tensor, "is_shared"):
+        return
+    init_type, init_tensor = tl.block_type.__init__, tl.tensor.__init__
+    of_types: dict[tuple[Any, ...], dict[str, Any]] = {}
+    of_tensors: dict[str, dict[str, Any]] = {}
+
+    def init_type_once(self: Any, element_ty: Any, shape: Any) -> None:
+        key = element_ty.name, *(getattr(size, "value", size) for size in shape)
+        if key in of_types:
+            self.__dict__.update(of_types[key])
+        else:
+            init_type(self, element_ty, shape)
+            of_types[key] = dict(self.__dict__)
+
+    def init_tensor_once(self: Any, handle: Any, type: Any) -> None:
+        if type.name in of_tensors:
+            self.__dict__.update(of_tensors[type.name], handle=handle, type=type)
+        else:
+            init_tensor(self, handle, type)
+            of_tensors[type.name] = dict(self.__dict__)
+
+    tl.block_type.__init__, tl.tensor.__init__ = init_type_once, init_tensor_once
+    tl.tensor.is_shared = True
