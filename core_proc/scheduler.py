@@ -198,7 +198,8 @@ class Scheduler:
 
     def _schedule_running(self, step: ScheduledStep) -> None:
         """Serve the running requests in order of admission: visit due ones, advance others."""
-        running, due_index, first = self.running, self.queues.due_index, 0
+        queues = self.queues
+        running, due_index, first = queues.running, queues.due_index, 0
         if not running:
             due_index.clear()
         for request in due_index.begin_step():
@@ -217,10 +218,10 @@ class Scheduler:
             except Exception as error:
                 self._fail(request, step, error)
             first = position + 1
-            if running is not self.running:  # requests have left it
-                running = self.running
+            if running is not queues.running:  # requests have left it
+                running = queues.running
                 first = bisect_right(running, request.admission_index, key=_admission_index)
-        first += step.advance(running[first:])
+        first += step.advance(running[first:] if first else running)
         for request in running[first:]:  # the budget has ended before them
             self._grants.skip(request, step)
 

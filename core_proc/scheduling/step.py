@@ -17,6 +17,8 @@ _MAX_SCORED_TOKENS = 16_384
 """Tokens of requests with prompt logprobs in one step; a frame holds 50,000 of their answers."""
 _MAX_POOLED = 128
 """Vectors in the answer to one step: half a frame at most, see `MAX_EMBEDDING_SIZE`."""
+_NONE_GROWN = CachedRequestData()
+"""The growth of every step in which no table grows; never changed."""
 
 
 def longest_sequence(block_size: int, num_groups: int = 1) -> int:
@@ -26,6 +28,12 @@ def longest_sequence(block_size: int, num_groups: int = 1) -> int:
 
 class ScheduledStep:
     """The budget of one step, and the grants from it."""
+
+    __slots__ = (
+        *("_new_ids_left", "_scored_left", "_total", "budget", "granted", "grown", "new_reqs"),
+        *("num_behind", "num_pooled", "num_prompt_tokens", "prompt_left", "ran_out_of_blocks"),
+        *("sampling", "threshold"),
+    )
 
     def __init__(self, budget: int, threshold: int) -> None:
         self._total = budget
@@ -180,10 +188,13 @@ class ScheduledStep:
     ) -> SchedulerOutput:
         """Build the message, which omits requests that get one token and no block."""
         kv, states = copies
+        grown = self.grown
         return SchedulerOutput(
             step_id=step_id,
             scheduled_new_reqs=self.new_reqs,
-            scheduled_cached_reqs=CachedRequestData(list(self.grown), list(self.grown.values())),
+            scheduled_cached_reqs=(
+                CachedRequestData(list(grown), list(grown.values())) if grown else _NONE_GROWN
+            ),
             num_scheduled_tokens={req_id: n for req_id, n in self.granted.items() if n != 1},
             total_num_scheduled_tokens=self.num_tokens,
             preempted_req_ids=preempted_req_ids,

@@ -33,11 +33,12 @@ class StepCosts(NamedTuple):
     """The time for each thousand tokens of context of all requests together."""
 
     def seconds(self, num_decoded: int, num_prompt: int, num_context: int) -> float:
+        step_ms, decoded_ms, prompt_ms, context_ms = self
         milliseconds = (
-            self.step_ms
-            + self.decoded_ms * num_decoded
-            + self.prompt_ms * num_prompt
-            + self.context_ms * num_context / 1000
+            step_ms
+            + decoded_ms * num_decoded
+            + prompt_ms * num_prompt
+            + context_ms * num_context / 1000
         )
         return milliseconds / 1000
 

@@ -93,6 +93,8 @@ class SimulatedReplica:
         self._step: SchedulerOutput | None = None
         self._ends_at = 0.0
         """When the step ends."""
+        self._num_context = 0
+        """Computed tokens of the running requests once the step has ended."""
         self._num_left = 0
         """Steps after which a request may end, at the earliest."""
         self._answered: list[Answered] = []
@@ -167,10 +169,14 @@ class SimulatedReplica:
             return
         num_prompt = sum(step.num_scheduled_tokens.values())  # requests with one token are omitted
         num_tokens = step.total_num_scheduled_tokens
-        num_context = sum([request.num_computed_tokens for request in self._scheduler.running])
+        if step.scheduled_new_reqs or step.preempted_req_ids or step.finished_req_ids:
+            running = self._scheduler.running
+            self._num_context = sum([request.num_computed_tokens for request in running])
+        else:
+            self._num_context += num_tokens
         self.num_steps += 1
         self.num_computed += num_tokens
-        seconds = self._costs.seconds(num_tokens - num_prompt, num_prompt, num_context)
+        seconds = self._costs.seconds(num_tokens - num_prompt, num_prompt, self._num_context)
         self.busy_s += seconds
         self._ends_at = now + seconds
 
