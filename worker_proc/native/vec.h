@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <type_traits>
 
 namespace {
 
@@ -94,6 +95,63 @@ inline Part part_at(const Bf16* p) {
 #endif
 }
 
+inline void save_part(Part v, float* p) { *reinterpret_cast<Part*>(p) = v; }
+
+// Whether strip_part gives the even and the odd values of 16 values: AVX2 widens each half of the pairs
+// of bfloat16 in 32 bytes by one operation.
+#if defined(__AVX2__) && !defined(__AVX512F__)
+template <typename T>
+constexpr bool kSplitsPairs = std::is_same<T, Bf16>::value;
+#else
+template <typename T>
+constexpr bool kSplitsPairs = false;
+#endif
+
+// Part `index` of the 16 values at p. Part 0 has the even values where kSplitsPairs, and Part 1 the odd
+// ones.
+template <typename T>
+[[gnu::always_inline]] inline Part strip_part(const T* p, int index) {
+  if constexpr (kSplitsPairs<T>) {
+    const PartBits pairs = *reinterpret_cast<const PartBits*>(p);
+    return (Part)(index == 0 ? pairs << 16 : pairs & 0xffff0000u);
+  } else {
+    return part_at(p + index * kPartLanes);
+  }
+}
+
+// Stores 16 values in their order, given their Parts as strip_part gives them.
+template <typename T>
+[[gnu::always_inline]] inline void save_strip(const Part* parts, float* to) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (kSplitsPairs<T>) {
+    const __m256 low = _mm256_unpacklo_ps((__m256)parts[0], (__m256)parts[1]);
+    const __m256 high = _mm256_unpackhi_ps((__m256)parts[0], (__m256)parts[1]);
+    save_part((Part)_mm256_permute2f128_ps(low, high, 0x20), to);
+    save_part((Part)_mm256_permute2f128_ps(low, high, 0x31), to + kPartLanes);
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int p = 0; p < kParts; p++) save_part(parts[p], to + p * kPartLanes);
+}
+
+// Loads 16 values that are stored in their order, as Parts like those of strip_part.
+template <typename T>
+[[gnu::always_inline]] inline void load_strip(const float* from, Part* parts) {
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  if constexpr (kSplitsPairs<T>) {
+    const __m256 low = (__m256)part_at(from), high = (__m256)part_at(from + kPartLanes);
+    const __m256 first = _mm256_permute2f128_ps(low, high, 0x20);
+    const __m256 second = _mm256_permute2f128_ps(low, high, 0x31);
+    parts[0] = (Part)_mm256_shuffle_ps(first, second, 0x88);
+    parts[1] = (Part)_mm256_shuffle_ps(first, second, 0xdd);
+    return;
+  }
+#endif
+#pragma GCC unroll 4
+  for (int p = 0; p < kParts; p++) parts[p] = part_at(from + p * kPartLanes);
+}
+
 // Signed bytes as the integers of a Part. GCC would convert them one by one.
 inline PartInt part_of_bytes(const void* p) {
 #if defined(__AVX512F__)
@@ -104,8 +162,6 @@ inline PartInt part_of_bytes(const void* p) {
   return __builtin_convertvector(*static_cast<const PartBytes*>(p), PartInt);
 #endif
 }
-
-inline void save_part(Part v, float* p) { *reinterpret_cast<Part*>(p) = v; }
 
 // Whether any lane is greater than the bound, or NaN.
 inline bool exceeds(Part v, Part bound) {

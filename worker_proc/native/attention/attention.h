@@ -132,7 +132,10 @@ class Head {
       const int head = kv_head_ * per_kv_ + i % per_kv_;
       const T* q = static_cast<const T*>(query_.data) + row * query_.row_stride +
                    head * query_.head_stride;
-      for (int d = 0; d < tile_.dim; d++) tile_.query[r * tile_.dim + d] = widen(q[d]) * scale_;
+      float* const to = tile_.query + r * tile_.dim;
+      for_vectors(tile_.dim, [&](int d, auto count) {
+        save(load_any(q + d, count) * scale_, to + d, count);
+      });
       tile_.position[r] = step_.start[tokens.segment] + token;
       tile_.visible_from[r] = first_visible(layer_, tile_.position[r]);
       tile_.biases.take<T>(r, layer_, terms_, row, head, tile_.position[r]);
@@ -196,7 +199,9 @@ void attend(Team& team, const Layer& layer, const Step& step, const Rows& query,
   const auto write = [&](int64_t row, int head, const RowSums& sums) {
     T* o = out + row * out_stride + head * layer.value_head_dim;
     const float factor = averaging_factor<Exponential>(layer, terms, row, head, sums);
-    for (int d = 0; d < layer.value_head_dim; d++) narrow(sums.values[d] * factor, o[d]);
+    for_vectors(layer.value_head_dim, [&](int d, auto count) {
+      save(load(sums.values + d) * factor, o + d, count);
+    });
   };
   attend_pieces<Exponential>(
       team, layer, step,

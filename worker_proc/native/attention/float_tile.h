@@ -20,8 +20,9 @@ constexpr int kTileRows = 32;  // query rows of a tile
 constexpr int kStrips = 4;     // of a span
 constexpr float kLog2OfE = 1.44269504f;
 constexpr int kFloatSpan = kStrips * kLanes;  // positions of a span
-// A row's maximum is raised when a score exceeds it by more than this, so most spans rescale nothing.
-constexpr float kRaiseThreshold = 8.0f;
+// A row's maximum is raised when a score exceeds it by more than this natural logarithm of a weight, so
+// most spans rescale nothing.
+constexpr float kRaiseThresholdLn = 8.0f;
 
 // Accumulators of a register tile, beside which the registers hold its operands.
 constexpr int kAccumulators = kPartLanes == kLanes ? 16 : 12;
@@ -82,7 +83,7 @@ void score_strips(Tile& tile, int first, const Span<T>& span, int strip) {
   const int dim = tile.dim;
   const int64_t stride = span.key_stride;
   const auto key = [&](int p) {
-    Part part = part_at(keys[p / kParts] + p % kParts * kPartLanes);
+    Part part = strip_part(keys[p / kParts], p % kParts);
     hold_in_register(part);
     return part;
   };
@@ -116,9 +117,9 @@ void score_strips(Tile& tile, int first, const Span<T>& span, int strip) {
   }
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
-#pragma GCC unroll 32
-    for (int p = 0; p < P; p++)
-      save_part(sums[r][p], tile.weights[first + r] + strip * kLanes + p * kPartLanes);
+#pragma GCC unroll 4
+    for (int c = 0; c < C; c++)
+      save_strip<T>(sums[r] + c * kParts, tile.weights[first + r] + (strip + c) * kLanes);
 }
 
 // Scores of R rows with a span.
@@ -172,7 +173,7 @@ inline bool raise_maximum(Tile& tile, int r, const SpanExtent& extent) {
   const int first = extent.first_strip * kLanes, last = extent.num_strips() * kLanes;
   Part most = splat_part(tile.running_max[r]);
   for (int i = first; i < last; i += kPartLanes) most = larger(part_at(scores + i), most);
-  if (exceeds(most, splat_part(tile.running_max[r] + kRaiseThreshold))) {
+  if (exceeds(most, splat_part(tile.running_max[r] + kRaiseThresholdLn))) {
     float highest = kNegInf;
     for (int lane = 0; lane < kPartLanes; lane++) highest = std::max(highest, most[lane]);
     tile.raise_maximum(r, highest);
@@ -184,21 +185,13 @@ inline bool raise_maximum(Tile& tile, int r, const SpanExtent& extent) {
   return has_nan;
 }
 
-// Replaces a row's scores of a span by softmax weights, and adds them to the row's sum. Returns false,
-// and leaves the scores, if no position is visible.
-inline bool softmax_row(Tile& tile, int r, const SpanExtent& extent) {
+// Replaces a row's scores by their weights, e^(score - maximum), and adds these to the row's sum.
+[[gnu::always_inline]] inline void weigh_scores(Tile& tile, int r, int first, int last) {
   float* const weights = tile.weights[r];
-  const int low = tile.visible_from[r] - extent.base;
-  const int end = std::min(tile.position[r] - extent.base + 1, extent.count);
-  const int first = extent.first_strip * kLanes, last = extent.num_strips() * kLanes;
-  if (end <= first || low >= last) return false;
-  if (tile.softcap > 0 || tile.biases.reach(r, extent.base, kFloatSpan))
-    adjust_scores(tile, r, extent);
-  if (low > first || end < last) mask_scores(weights, extent, low, end);
-  if (!raise_maximum(tile, r, extent)) return false;
   const Part maximum = splat_part(tile.running_max[r]);
   Part sums[kParts];
   for (int p = 0; p < kParts; p++) sums[p] = part_at(tile.weight_sums[r] + p * kPartLanes);
+#pragma GCC unroll 1
   for (int i = first; i < last; i += kLanes)
 #pragma GCC unroll 4
     for (int p = 0; p < kParts; p++) {
@@ -208,7 +201,62 @@ inline bool softmax_row(Tile& tile, int r, const SpanExtent& extent) {
       save_part(weight, at);
     }
   for (int p = 0; p < kParts; p++) save_part(sums[p], tile.weight_sums[r] + p * kPartLanes);
+}
+
+// Replaces a row's scores of a span by softmax weights, and adds them to the row's sum. Returns false,
+// and leaves the scores, if no position is visible.
+[[gnu::noinline]] inline bool softmax_row(Tile& tile, int r, const SpanExtent& extent) {
+  float* const scores = tile.weights[r];
+  const int low = tile.visible_from[r] - extent.base;
+  const int end = std::min(tile.position[r] - extent.base + 1, extent.count);
+  const int first = extent.first_strip * kLanes, last = extent.num_strips() * kLanes;
+  if (end <= first || low >= last) return false;
+  if (tile.softcap > 0 || tile.biases.reach(r, extent.base, kFloatSpan))
+    adjust_scores(tile, r, extent);
+  if (low > first || end < last) mask_scores(scores, extent, low, end);
+  if (!raise_maximum(tile, r, extent)) return false;
+  weigh_scores(tile, r, first, last);
   return true;
+}
+
+// Whether some rows see all positions of a whole span, no score is adjusted, and no maximum is raised.
+[[gnu::always_inline]] inline bool only_weigh(const Tile& tile, RowRange rows,
+                                              const SpanExtent& extent) {
+  if (tile.softcap > 0 || extent.first_strip > 0 || extent.count < kFloatSpan) return false;
+  for (int r = rows.first; r < rows.first + rows.count; r++) {
+    const bool sees_all = tile.visible_from[r] <= extent.base &&
+                          tile.position[r] >= extent.base + kFloatSpan - 1;
+    if (!sees_all || tile.biases.reach(r, extent.base, kFloatSpan)) return false;
+    if (tile.running_max[r] == kNegInf) return false;
+  }
+  for (int r = rows.first; r < rows.first + rows.count; r++) {
+    const float* const scores = tile.weights[r];
+    Part most[2] = {part_at(scores), part_at(scores + kPartLanes)};
+#pragma GCC unroll 16
+    for (int i = 2; i < kFloatSpan / kPartLanes; i++)
+      most[i % 2] = larger(part_at(scores + i * kPartLanes), most[i % 2]);
+    const Part bound = splat_part(tile.running_max[r] + kRaiseThresholdLn);
+    if (exceeds(most[0], bound) || exceeds(most[1], bound)) return false;
+  }
+  return true;
+}
+
+// Replaces scores by softmax weights, like softmax_row, with weights of 0 for rows that see no position.
+// Returns whether any row sees one.
+template <int R>
+[[gnu::always_inline]] inline bool softmax_rows(Tile& tile, int first, const SpanExtent& extent) {
+  if (only_weigh(tile, {first, R}, extent)) {
+#pragma GCC unroll 1
+    for (int r = first; r < first + R; r++) weigh_scores(tile, r, 0, kFloatSpan);
+    return true;
+  }
+  bool any = false;
+  for (int r = first; r < first + R; r++) {
+    const bool sees = softmax_row(tile, r, extent);
+    if (!sees) std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
+    any |= sees;
+  }
+  return any;
 }
 
 // Adds the weighted values of R rows, C registers of dimensions from `column` on.
@@ -220,7 +268,8 @@ void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
-    for (int c = 0; c < C; c++) sums[r][c] = part_at(out + r * stride + c * kPartLanes);
+    for (int c = 0; c < C; c += kParts)
+      load_strip<T>(out + r * stride + c * kPartLanes, sums[r] + c);
   const int64_t value_stride = span.value_stride;
   for (int strip = span.extent.first_strip; strip < span.extent.num_strips(); strip++) {
     const T* values = span.values[strip] + column;
@@ -236,7 +285,7 @@ void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
         }
 #pragma GCC unroll 32
         for (int c = 0; c < C; c++) {
-          Part v = part_at(values + c * kPartLanes);
+          Part v = strip_part(values + c / kParts * kLanes, c % kParts);
           hold_in_register(v);
 #pragma GCC unroll 32
           for (int r = 0; r < R; r++) sums[r][c] = multiply_add_part(w[r], v, sums[r][c]);
@@ -245,7 +294,7 @@ void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
         Part v[C];
 #pragma GCC unroll 32
         for (int c = 0; c < C; c++) {
-          v[c] = part_at(values + c * kPartLanes);
+          v[c] = strip_part(values + c / kParts * kLanes, c % kParts);
           hold_in_register(v[c]);
         }
 #pragma GCC unroll 32
@@ -260,7 +309,8 @@ void accumulate_values(Tile& tile, int first, int column, const Span<T>& span) {
 #pragma GCC unroll 32
   for (int r = 0; r < R; r++)
 #pragma GCC unroll 32
-    for (int c = 0; c < C; c++) save_part(sums[r][c], out + r * stride + c * kPartLanes);
+    for (int c = 0; c < C; c += kParts)
+      save_strip<T>(sums[r] + c, out + r * stride + c * kPartLanes);
 }
 
 // Adds the weighted values of R rows.
@@ -283,14 +333,7 @@ void accumulate(Tile& tile, int first, const Span<T>& span) {
 template <typename T, int R>
 void attend_rows(Tile& tile, int first, const Span<T>& span) {
   score<T, R>(tile, first, span);
-  bool any = false;
-  for (int r = first; r < first + R; r++) {
-    const bool sees = softmax_row(tile, r, span.extent);
-    if (!sees) std::memset(tile.weights[r], 0, sizeof(tile.weights[r]));
-    any |= sees;
-  }
-  if (!any) return;
-  accumulate<T, R>(tile, first, span);
+  if (softmax_rows<R>(tile, first, span.extent)) accumulate<T, R>(tile, first, span);
 }
 
 template <typename T>

@@ -2,7 +2,7 @@
 //
 // Scores are scaled, capped, biased and masked, in units of log2(e), and weights are powers of two
 // relative to the running maximum of the row. The maximum is raised only when a score exceeds it by
-// more than kRescaleThreshold, so most spans rescale nothing. Weights are rounded to bfloat16 for
+// more than kRaiseThresholdLog2, so most spans rescale nothing. Weights are rounded to bfloat16 for
 // the product with the values; their sum is float32. Called by attend_spans (pair_spans.h).
 
 #pragma once
@@ -53,7 +53,7 @@ inline void mask_scores(const PairTile& tile, int r, const PairSpan& span, __m51
 inline bool update_maximum(PairTile& tile, int r, const __m512 (&s)[kSpanGroups], float factor) {
   const __m512 maxima = _mm512_max_ps(_mm512_max_ps(s[0], s[1]), _mm512_max_ps(s[2], s[3]));
   const __m512 limit =
-      _mm512_add_ps(_mm512_set1_ps(tile.running_max[r]), _mm512_set1_ps(kRescaleThreshold));
+      _mm512_add_ps(_mm512_set1_ps(tile.running_max[r]), _mm512_set1_ps(kRaiseThresholdLog2));
   const bool exceeds =
       _mm512_cmp_ps_mask(_mm512_mul_ps(maxima, _mm512_set1_ps(factor)), limit, _CMP_NLE_UQ);
   if (!exceeds && tile.running_max[r] != kNegInf) return true;

@@ -22,13 +22,13 @@ constexpr int kPairRows = 32;                     // query rows of a PairTile
 constexpr int kHalfRows = kPairRows / 2;          // rows of an AMX tile
 constexpr int kLinesPerStep = 4;  // cache lines prefetched in each iteration of an inner loop
 constexpr float kLog2E = 1.44269504f;
-// A running maximum is raised when a score exceeds it by more than this, in units of log2(e).
-constexpr float kRescaleThreshold = 16.0f;
+// A running maximum is raised when a score exceeds it by more than this binary logarithm of a weight.
+constexpr float kRaiseThresholdLog2 = 16.0f;
 
 // Each row of a group has ranges of keys, values and the scales of both.
 static_assert(kPairRows * kSpanGroups * 4 <= PrefetchQueue::kMaxRanges);
 
-// 2^x for x <= kRescaleThreshold, with a relative error of at most 3e-6. Subnormal results are 0.
+// 2^x for x <= kRaiseThresholdLog2, with a relative error of at most 3e-6. Subnormal results are 0.
 inline __m512 power_of_two(__m512 x) {
   const __mmask16 is_normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
   // Adding kWhole rounds to the nearest integer, which the lowest bits of the sum then hold.

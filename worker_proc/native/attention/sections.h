@@ -99,7 +99,7 @@ struct Positions {
 };
 
 // A row's softmax over some positions. Weights are relative to `maximum`, the greatest score or one that
-// is lower by at most kRaiseThreshold (float_tile.h) or, in kernels on pairs, kRescaleThreshold
+// is lower by at most kRaiseThresholdLn (float_tile.h) or, in kernels on pairs, kRaiseThresholdLog2
 // (pair_tile.h). weight_sum is 0 if no position is visible.
 struct RowSums {
   float maximum, weight_sum;
