@@ -4,7 +4,6 @@ import os
 from pathlib import Path
 
 import pytest
-from transformers.utils import logging
 
 from tests.plugins.forking import BOOTSTRAP, HAS_GPU
 
@@ -17,11 +16,3 @@ def test_a_process_of_several_is_forked() -> None:
         pytest.skip("the tests run in one process, or on a machine whose processes are not forked")
     is_started = BOOTSTRAP.encode() in Path("/proc/self/cmdline").read_bytes().split(b"\0")
     assert not is_started, "importing the tests starts a thread, or this process replaces another"
-
-
-def test_what_a_library_logs_belongs_to_the_test(capfd: pytest.CaptureFixture[str]) -> None:
-    """Otherwise all that the tests' models log is printed at the end of the run."""
-    if WORKER not in os.environ or HAS_GPU:
-        pytest.skip("the tests run in one process, or on a machine whose processes are not forked")
-    logging.get_logger("transformers").warning("a line of this test")
-    assert "a line of this test" in capfd.readouterr().err

@@ -104,9 +104,6 @@ def _be_parent(arguments: Iterable[str], pipes: Sequence[_Pipes], pids_out: int)
     try:
         for one in pipes:
             one.close_first()
-        # Libraries keep the stream that is `sys.stderr` when they are imported. That of the first
-        # process is a file that is printed at its end; the descriptor is a test's own output.
-        sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
         gc.disable()
         with _without_blas_threads(), _silent():
             _import_tests(arguments)
