@@ -137,6 +137,18 @@ void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, in
   multiply_part<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
 }
 
+// multiply for one row on processors without AVX-512. A thread takes the pairs that it multiplies at
+// once, from its own share of the weights first. The threads do not read equally fast, in particular
+// while another process runs on the core of one of them.
+template <typename T, class W, class Out>
+void multiply_one_row(Team& team, const W& w, UnitRows rows, const Out& out) {
+  const int64_t num_pieces = (w.num_pairs + kPairsOfOneRow - 1) / kPairsOfOneRow;
+  for (int64_t piece; (piece = team.take_near(num_pieces)) < num_pieces;) {
+    const int64_t pair = piece * kPairsOfOneRow;
+    multiply_block<T>(w, rows, 0, 1, pair, std::min(pair + kPairsOfOneRow, w.num_pairs), out);
+  }
+}
+
 // Calls out(row, pair, low, high) with the sums of each row and pair of panels. The threads of a team
 // share the work. The caller ends the phase with a barrier.
 template <typename T, class W, class Out>
@@ -150,6 +162,8 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   FloatRows floats = float_rows<T>(w, rows);
   rows.floats = &floats;
 #endif
+  if constexpr (!kHasManyRegisters)
+    if (num_rows == 1 && team.size > 1) return multiply_one_row<T>(team, w, rows, out);
   const bool shares_units = unpacks<T, W>(num_rows);
   // Formats with kStepLines = 0 prefetch the weights that follow in memory, so they take longer pieces.
   const bool takes_pairs =
