@@ -375,12 +375,6 @@ struct GroupedPanels {
     return {(Part)own.scales, (Part)own.offsets, table};
   }
 
-  // Whether groups are shorter than a tile.
-  bool has_short_groups() const { return weight.group_inputs < kStepInputs; }
-
- private:
-  static void put(Part v, Unit* to) { *reinterpret_cast<PartBits*>(to) = (PartBits)v; }
-
   // The factors of the group of an input.
   Factors factors(int64_t pair, int half, int64_t input) const {
     const int64_t group = offset_of(groups, pair, half, input);
@@ -393,6 +387,31 @@ struct GroupedPanels {
     return {scales, scales_zeros() ? zeros * -scales : zeros};
   }
 
+  // Whether zero point * scale is exact. It is then subtracted after the scaling.
+  bool scales_zeros() const {
+    return weight.zeros && weight.format == kGroupedInt4 && weight.scale_type != kFloat32Scales;
+  }
+
+  // Whether offsets are added after the scaling.
+  bool adds_offsets() const { return weight.minimums || scales_zeros(); }
+
+  // Whether each weight is code * scale + term with a single rounding. The term may be zero point *
+  // -scale if that product is exact.
+  bool has_terms() const {
+    if (weight.format != kGroupedInt4 && weight.format != kGroupedInt8) return false;
+    if (adds_offsets()) return true;
+    const bool has_short_scales =
+        weight.scale_type == kBf16Scales || weight.scale_type == kFp16Scales;
+    const bool is_power_of_two = weight.zeros == nullptr && (weight.zero & (weight.zero - 1)) == 0;
+    return has_short_scales || is_power_of_two;
+  }
+
+  // Whether groups are shorter than a tile.
+  bool has_short_groups() const { return weight.group_inputs < kStepInputs; }
+
+ private:
+  static void put(Part v, Unit* to) { *reinterpret_cast<PartBits*>(to) = (PartBits)v; }
+
   // The codes of a tile of 32 inputs.
   const uint8_t* codes(int64_t pair, int half, int64_t tile) const {
     return weight.codes + codes_at(pair, half, tile);
@@ -401,11 +420,6 @@ struct GroupedPanels {
   int64_t codes_at(int64_t pair, int half, int64_t tile) const {
     const int64_t num_tiles = num_units * kUnitInputs / kTileInputs;
     return ((pair * num_tiles + tile) * 2 + half) * kLanes * weight.code_bytes(kTileInputs);
-  }
-
-  // Whether zero point * scale is exact. It is then subtracted after the scaling.
-  bool scales_zeros() const {
-    return weight.zeros && weight.format == kGroupedInt4 && weight.scale_type != kFloat32Scales;
   }
 
   // The offset of a run's scales.

@@ -19,6 +19,12 @@ constexpr bool kHasLines = false;
 template <class W>
 constexpr bool kHasLines<W, std::void_t<typename W::Lines>> = true;
 
+// Whether the kernels below multiply by a weight.
+template <class W>
+bool can_multiply_lines(const W&) {
+  return true;
+}
+
 // Adds the products of the inputs of a step with `Pairs` pairs to sums. A line has the codes of
 // successive inputs for 16 outputs. The codes of a pair are `stride` bytes after those of the pair
 // before it. Codes that are `ahead` bytes further are fetched.

@@ -19,6 +19,7 @@
 #include "products/vector_products.h"
 #include "products/widened_products.h"
 #include "products/line_products.h"
+#include "products/grouped_lines.h"
 #include "team.h"
 
 // Whether this process may use AMX; set when the library is loaded.
@@ -66,7 +67,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
 #endif
 #ifndef __AVX512F__
   if constexpr (std::is_same<T, Bf16>::value && kHasLines<W>)
-    if (last_row - row == 1) {
+    if (last_row - row == 1 && can_multiply_lines(w)) {
       FloatRows own = float_rows<T>(w, rows);
       const FloatRows::Inputs inputs = (rows.floats ? *rows.floats : own).of(row, last_row);
       return multiply_lines(w, inputs, row, pair, last_pair, out);
