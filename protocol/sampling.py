@@ -82,6 +82,12 @@ JSON_WHITESPACE = r"[ \t\n\r]{1,40}"
 schema's key `x-guidance` may set another pattern."""
 
 
+CONTENT_RULE = "content"
+"""In a grammar of the kind LARK: the rule for what the request itself confines, where reasoning or
+calls may precede it. The worker compiles this rule alone as well: a fault in it would otherwise
+end the request only when its output reaches the content."""
+
+
 class Grammar(Record):
     """A language to which the whole output is confined; the worker compiles it."""
 

@@ -9,7 +9,7 @@ from api_proc.chat.formats import Dialect, ToolFormat
 from api_proc.chat.harmony import HarmonyMessages
 from api_proc.chat.lark import LarkWriter, nested_json
 from api_proc.chat.tools import ToolUse
-from protocol.sampling import Grammar, GrammarKind
+from protocol.sampling import CONTENT_RULE, Grammar, GrammarKind
 
 _SPACE = r"/[ \t\r\n]{0,4}/"
 _BARE_CONTENT = r'(/[^{\[ \t\r\n](.|\n)*/ | "")'
@@ -99,14 +99,19 @@ def _messages(
 
 
 def _nested(grammar: Grammar, lark: LarkWriter) -> str | None:
-    """Return a rule for a grammar inside of another; None if its language cannot be nested."""
+    """Add the rule for the content; None if its language cannot be nested in another grammar."""
+    body = _nested_body(grammar)
+    return None if body is None else lark.rule(body, name=CONTENT_RULE)
+
+
+def _nested_body(grammar: Grammar) -> str | None:
     if grammar.kind is GrammarKind.LARK:
-        return lark.rule(f"%lark {{\n{grammar.source}\n}}")
+        return f"%lark {{\n{grammar.source}\n}}"
     if grammar.kind is GrammarKind.REGEX:
         source = re.sub(
             r"\\.|/", lambda found: r"\/" if found[0] == "/" else found[0], grammar.source
         )
-        return lark.rule(f"%lark {{\nstart: /{source}/\n}}") if "\n" not in source else None
+        return f"%lark {{\nstart: /{source}/\n}}" if "\n" not in source else None
     if grammar.kind is GrammarKind.JSON_SCHEMA and grammar.source.lstrip().startswith("{"):
-        return lark.rule(nested_json(msgspec.json.decode(grammar.source)))
+        return nested_json(msgspec.json.decode(grammar.source))
     return None

@@ -35,9 +35,9 @@ class LarkWriter:
         self._rules: list[str] = []
         self._num_chars = 0
 
-    def rule(self, body: str, options: str = "") -> str:
-        """Add a rule and return its name."""
-        name = f"r{len(self._rules)}"
+    def rule(self, body: str, options: str = "", name: str | None = None) -> str:
+        """Add a rule and return its name, which is drawn unless it is given."""
+        name = name or f"r{len(self._rules)}"
         self._rules.append(f"{name}{options}: {body}")
         self._num_chars += len(self._rules[-1]) + 1
         if self._num_chars > MAX_GRAMMAR_CHARS - MAX_START_CHARS:

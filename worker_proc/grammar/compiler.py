@@ -9,7 +9,7 @@ import msgspec
 
 from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
-from protocol.sampling import JSON_WHITESPACE, Grammar, GrammarKind
+from protocol.sampling import CONTENT_RULE, JSON_WHITESPACE, Grammar, GrammarKind
 from worker_proc.grammar.errors import GrammarError, in_words
 from worker_proc.grammar.vocabulary import Tokens, Vocabulary, load_tokens
 
@@ -25,6 +25,8 @@ _BYTES_PER_CHARACTER = 32
 _MIN_BYTES = 64 * 1024
 _MARKED_RULE = re.compile(r"^[?!]{1,2}(?=[a-z_]\w*\s*:)", re.MULTILINE)
 """Matches what Lark allows before a rule's name; it shapes a tree and changes no language."""
+_START = re.compile(r"^start:", re.MULTILINE)
+_CONTENT = re.compile(rf"^{CONTENT_RULE}:", re.MULTILINE)
 
 
 class Definition(msgspec.Struct, frozen=True):
@@ -52,6 +54,14 @@ def define(grammar: Grammar) -> str:
         return matcher.grammar_from_lark(source)
     except Exception as error:  # the translation from GBNF raises plain Exceptions
         raise GrammarError(f"{error}"[:MAX_TEXT]) from error
+
+
+def content_of(grammar: Grammar) -> Grammar | None:
+    """Return the grammar of the content alone; None if nothing can precede the content."""
+    if grammar.kind is not GrammarKind.LARK or not _CONTENT.search(grammar.source):
+        return None
+    rules = _START.sub("whole:", grammar.source, count=1)
+    return Grammar(GrammarKind.LARK, f"{rules}start: {CONTENT_RULE}\n")
 
 
 class CompiledGrammar(NamedTuple):

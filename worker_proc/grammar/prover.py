@@ -22,7 +22,7 @@ from protocol.process.cpu_clock import cpu_seconds
 from protocol.process.failpoints import failpoint
 from protocol.process.prctl import die_with_parent, set_name
 from protocol.sampling import Grammar
-from worker_proc.grammar.compiler import Definition, GrammarCompiler, define
+from worker_proc.grammar.compiler import Definition, GrammarCompiler, content_of, define
 from worker_proc.grammar.errors import GrammarError
 from worker_proc.grammar.vocabulary import Vocabulary
 
@@ -139,11 +139,15 @@ def _prove(compiler: GrammarCompiler, grammar: Grammar) -> Proof:
         definition = Definition(define(grammar))
         compiler.compile(grammar, definition)
         compiler.follow(grammar)
+        num_bytes = max(0, _memory()[0] - own)
+        content = content_of(grammar)
+        if content is not None:
+            compiler.follow(content)
     except GrammarError as error:
         return Proof(str(error))
     except (MemoryError, RecursionError):
         return Proof(f"the grammar needs more than {MAX_MEMORY_BYTES >> 20} MiB")
-    return Proof("", Definition(definition.text, max(0, _memory()[0] - own)))
+    return Proof("", Definition(definition.text, num_bytes))
 
 
 def _memory() -> tuple[int, int]:

@@ -18,6 +18,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from api_proc.chat.families import find_dialect
+from api_proc.chat.grammar import output_grammar
 from protocol.core_worker import CompileGrammar, GrammarCompiled, GrammarFault
 from protocol.process.failpoints import LOG_FILE, VARIABLE
 from protocol.sampling import Grammar, GrammarKind
@@ -96,6 +98,31 @@ def test_a_prover_has_the_niceness_of_its_thread(nice_service: GrammarService) -
     prover = nice_service._quick._prover
     assert prover is not None
     assert os.getpriority(os.PRIO_PROCESS, prover._process.pid) == 10
+
+
+def test_content_after_reasoning_has_the_errors_of_content_alone(service: GrammarService) -> None:
+    """Without a proof of its own, it would fail in the middle of the answer."""
+    contents = [
+        regex(r"[^\s\S]"),
+        Grammar(GrammarKind.LARK, "start: A\nA: /[^\\s\\S]/\n"),
+        Grammar(GrammarKind.JSON_SCHEMA, '{"$ref": "#"}'),
+        regex("[a-z]+"),
+    ]
+    for i, content in enumerate(contents):
+        whole = output_grammar(
+            find_dialect(None, "hermes", "qwen3"),
+            None,
+            content,
+            is_reasoning_open=False,
+            added_token_id=lambda _: None,
+        )
+        assert whole is not None
+        assert whole != content
+        service.compile(CompileGrammar(2 * i, content))
+        service.compile(CompileGrammar(2 * i + 1, whole))
+    errors = [answer.error for answer in wait(service, 2 * len(contents))]
+    assert errors[::2] == errors[1::2]
+    assert [bool(error) for error in errors[::2]] == [1, 1, 1, 0]
 
 
 def delay_provers(service: GrammarService, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
