@@ -209,6 +209,7 @@ class StatusReply(Message):
 
     processes: list[ProcessStatus]
     ready: bool
+    """Whether all processes that requests need are ready: every replica and every API, too."""
     url: str | None
     """Address of the API; None: this engine has none."""
     failure: str | None = None

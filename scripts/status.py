@@ -12,7 +12,7 @@ import msgspec
 
 from api_proc.http.listener import api_root
 from protocol.config.settings import OneLineParser
-from protocol.lifecycle import ProcessStatus, Role, StatusReply
+from protocol.lifecycle import ProcessState, ProcessStatus, Role, StatusReply
 from protocol.message import ProtocolError
 from protocol.process.run_dir import replica_dir
 from protocol.process.status import StatusLink
@@ -80,12 +80,30 @@ def as_dict(reply: StatusReply, replicas: Replicas = MappingProxyType({})) -> di
     """Return the reply with names, as JSON shows it, and those of the replicas by their numbers."""
     rows = [msgspec.structs.asdict(row) for row in reply.processes]
     body = {**msgspec.structs.asdict(reply), "processes": rows}
+    body["ready"] = is_ready(reply, replicas)
     if replicas:
         body["replicas"] = {
             str(number): {"error": inner} if isinstance(inner, str) else as_dict(inner)
             for number, inner in replicas.items()
         }
     return body
+
+
+def is_ready(reply: StatusReply, replicas: Replicas = MappingProxyType({})) -> bool:
+    """Return whether new requests are served, as /readyz does: one replica and one API suffice.
+
+    A replica that does not answer counts as its supervisor's row states it.
+    """
+    states: dict[Role, list[bool]] = {}
+    for row in reply.processes:
+        if row.role is Role.SUPERVISOR and row.state is ProcessState.DRAINING:
+            return False
+        inner = replicas.get(row.rank) if row.role is Role.REPLICA else None
+        serves = not isinstance(inner, StatusReply) or inner.ready
+        states.setdefault(row.role, []).append(serves and row.state is ProcessState.READY)
+    several = [any(states[role]) for role in (Role.API, Role.REPLICA) if role in states]
+    single = [all(states[role]) for role in (Role.CORE, Role.WORKER) if role in states]
+    return all(several + single) if several or single else reply.ready
 
 
 def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyType({})) -> str:
@@ -113,7 +131,7 @@ def render(reply: StatusReply, run_dir: str, replicas: Replicas = MappingProxyTy
     if (num_bytes := _memory_of_all({row.pid for row in rows if row.pid is not None})) is not None:
         lines.append(f"memory of all, shared pages once: {num_bytes / 2**20:.0f} MiB")
     lines += [*unknown, *reply.remarks]
-    state = "ready" if reply.ready else "not ready"
+    state = "ready" if is_ready(reply, replicas) else "not ready"
     where = f" at {_place(reply)}" if _place(reply) else ""
     lines.append(f"{state}{where}, run dir {run_dir}")
     return "\n".join([*lines, *([reply.failure] if reply.failure else [])])

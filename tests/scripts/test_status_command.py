@@ -59,6 +59,46 @@ def test_what_processes_remark_is_shown() -> None:
     assert status.render(reply, "/run/t").splitlines()[1] == line
 
 
+READY, STARTING = ProcessState.READY, ProcessState.STARTING
+
+
+@pytest.mark.parametrize(
+    ("states", "is_ready"),
+    [
+        ({"api": READY, "replica-0": READY, "replica-1": STARTING}, True),
+        ({"api": READY, "replica-0": STARTING, "replica-1": STARTING}, False),
+        ({"api": STARTING, "replica-0": READY, "replica-1": READY}, False),
+        ({"api-0": READY, "api-1": STARTING, "core": READY, "worker": READY}, True),
+        ({"api": READY, "core": READY, "worker": READY, "zygote": STARTING}, True),
+        ({"api": READY, "core": READY, "worker-0": READY, "worker-1": STARTING}, False),
+        ({"api": READY, "core": STARTING, "worker": READY}, False),
+        ({"supervisor": ProcessState.DRAINING, "api": READY, "core": READY}, False),
+        ({"api": READY}, True),
+    ],
+)
+def test_ready_means_that_new_requests_are_served(
+    states: dict[str, ProcessState], is_ready: bool
+) -> None:
+    """As /readyz does: one of several replicas, and one of several APIs, are enough."""
+    rows = [
+        ProcessStatus(Role(name.split("-")[0]), int(name[-1]) if name[-1].isdigit() else 0, *rest)
+        for name, state in states.items()
+        for rest in [(None, 1, state, 0, 0, name)]
+    ]
+    reply = StatusReply(rows, False, None)
+    line = status.render(reply, "/run/t").splitlines()[-1]
+    assert line == f"{'ready' if is_ready else 'not ready'}, run dir /run/t"
+    assert status.as_dict(reply)["ready"] is is_ready
+
+
+def test_a_replica_whose_own_processes_are_not_ready_does_not_serve() -> None:
+    reply = StatusReply([row(Role.API, 0, 7), row(Role.REPLICA, 0, 8)], True, None)
+    for is_ready in (True, False):
+        inner = StatusReply([row(Role.CORE, 0, 9)], is_ready, None)
+        assert status.is_ready(reply, {0: inner}) is is_ready
+    assert status.is_ready(reply, {0: "its supervisor has not answered within 2 s"})
+
+
 FORKING = """
 import os, sys
 body = os.urandom(2**26)
