@@ -80,6 +80,7 @@ from protocol.kv_events import KVEvent
 from protocol.message import MAX_TEXT
 from protocol.process.machines import blocks_address
 from protocol.process.progress_page import MarkEdits
+from protocol.process.shared_params import SharedParams
 
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never reaches it."""
@@ -101,6 +102,7 @@ class EngineCore:
         self._owners = Owners()
         self._inherited_marks: Sequence[int] = ()
         self._trials = AdapterTrials()
+        self._shared_params = SharedParams()
         self._has_workers = False
         self._is_loading_anew = False
         self._next_req_id = 1
@@ -237,7 +239,7 @@ class EngineCore:
         request = Request(
             req_id,
             add.prompt,
-            add.sampling_params,
+            self._shared_params.shared(add.sampling_params),
             outputs=add.output_token_ids,
             priority=add.priority,
             arrival_time=self.now - add.age_s,

@@ -11,6 +11,10 @@ from api_proc.resumption.history import History
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.core_worker import BlocksAddress
 from protocol.message import Decoder, Message, Record, TokenIds
+from protocol.process.shared_params import LargeValues
+from protocol.sampling import SamplingParams
+
+_NO_VALUES = LargeValues.of(SamplingParams())
 
 log = logging.getLogger("troika.api")
 
@@ -33,6 +37,9 @@ class AcceptRecord(Message, tag="Accepted"):
     """Seconds since the Unix epoch at which it ends with an error; 0: never."""
     secret: str = ""
     """32 random hexadecimal digits, from which ids follow that no other client can guess."""
+    repeated: list[int] = []
+    """Places of the sequences whose parameters are without `LargeValues`, which are those of the
+    sequence before."""
 
 
 class Row(Record):
@@ -120,23 +127,35 @@ class ReplayedRequest:
 
 
 def packed(accepted: AcceptRecord) -> AcceptRecord:
-    """Leave out prompts that repeat the one before."""
+    """Leave out prompts and large values of parameters that repeat the ones before."""
     adds: list[AddRequest] = []
+    repeated: list[int] = []
     prompt: TokenIds | bytes = []
-    for add in accepted.adds:
+    values = _NO_VALUES
+    for place, add in enumerate(accepted.adds):
         is_repeated = add.prompt == prompt
         prompt = add.prompt
-        adds.append(_with_prompt(add, [], b"") if is_repeated else add)
-    return msgspec.structs.replace(accepted, adds=adds)
+        short = _with_prompt(add, [], b"") if is_repeated else add
+        before, values = values, LargeValues.of(add.sampling_params)
+        if any(values) and values == before:
+            repeated.append(place)
+            short = _with_values(short, _NO_VALUES)
+        adds.append(short)
+    return msgspec.structs.replace(accepted, adds=adds, repeated=repeated)
 
 
 def unpacked(accepted: AcceptRecord) -> AcceptRecord:
-    """Restore the prompts that `packed` has left out."""
+    """Restore what `packed` has left out; equal values are the same objects again."""
     adds: list[AddRequest] = []
-    for add in accepted.adds:
-        is_repeated = not add.prompt and adds
-        adds.append(_with_prompt(add, *_prompt_of(adds[-1])) if is_repeated else add)
-    return msgspec.structs.replace(accepted, adds=adds)
+    repeated = set(accepted.repeated)
+    values = _NO_VALUES
+    for place, add in enumerate(accepted.adds):
+        whole = _with_prompt(add, *_prompt_of(adds[-1])) if adds and not add.prompt else add
+        if place in repeated:
+            whole = _with_values(whole, values)
+        values = LargeValues.of(whole.sampling_params)
+        adds.append(whole)
+    return msgspec.structs.replace(accepted, adds=adds, repeated=[])
 
 
 def _prompt_of(add: AddRequest) -> tuple[TokenIds, bytes]:
@@ -146,6 +165,10 @@ def _prompt_of(add: AddRequest) -> tuple[TokenIds, bytes]:
 
 def _with_prompt(add: AddRequest, prompt_token_ids: TokenIds, packed: bytes) -> AddRequest:
     return msgspec.structs.replace(add, prompt_token_ids=prompt_token_ids, packed_prompt=packed)
+
+
+def _with_values(add: AddRequest, values: LargeValues) -> AddRequest:
+    return msgspec.structs.replace(add, sampling_params=values.put_into(add.sampling_params))
 
 
 def with_fingerprint(add: AddRequest, fingerprint: str) -> AddRequest:

@@ -47,6 +47,7 @@ from protocol.client.request_stream import RequestStream, vector_of
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
 from protocol.message import Message, ProtocolError, encode
+from protocol.process.shared_params import SharedParams
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
@@ -102,6 +103,7 @@ class AsyncEngineClient:
         ledger = Ledger(shared.limits, clock.monotonic, shared.numbers)
         self.requests = OpenRequests(ledger, self._link.send, is_replica=shared.can_move)
         """The requests that were accepted and have not ended."""
+        self._shared_params = SharedParams()
         self._status_event = asyncio.Event()
 
     # State --------------------------------------------------------------------------------------
@@ -331,7 +333,9 @@ class AsyncEngineClient:
             fingerprint=self.engine.fingerprint,
             **options,
         )
-        return check_request(add, facts, prompt_token_ids)
+        add, body = check_request(add, facts, prompt_token_ids)
+        params = self._shared_params.shared(add.sampling_params)
+        return msgspec.structs.replace(add, sampling_params=params), body
 
     # Controls -----------------------------------------------------------------------------------
 

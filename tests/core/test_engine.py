@@ -71,6 +71,17 @@ def test_each_client_gets_its_own_outputs_under_its_own_numbers() -> None:
     ]
 
 
+def test_sequences_of_a_request_hold_one_copy_of_its_token_lists() -> None:
+    """Up to 2,048 sequences have the same lists, of up to 4,096 ids."""
+    engine = make_engine()
+    for number in range(1, 4):
+        refused = engine.add(CLIENT, add(number, allowed_token_ids=[7, 8, 9], seed=number))
+        assert refused is None
+    params = [request.sampling_params for request in engine.scheduler.requests.values()]
+    assert [one.seed for one in params] == [1, 2, 3]
+    assert len({id(one.allowed_token_ids) for one in params}) == 1
+
+
 def test_programs_that_state_no_origin_are_clients_of_their_own() -> None:
     engine = make_engine(scheduling_policy="fair", max_num_seqs=1)
     for number in range(5):

@@ -106,6 +106,22 @@ def test_accepted_request_does_not_change_with_the_callers_list(core: FakeCore) 
     run_connected(core, play)
 
 
+def test_sequences_of_a_request_hold_one_copy_of_its_token_lists(core: FakeCore) -> None:
+    """It is none of the caller's, who may change that."""
+
+    async def play(client: AsyncEngineClient) -> None:
+        ids = [7, 8, 9]
+        for seed in range(3):
+            client.submit([5], SamplingParams(seed=seed, allowed_token_ids=ids))
+        entries = [client.requests.entry(number) for number in client.requests.ids()]
+        params = [entry.add.sampling_params for entry in entries if entry is not None]
+        assert [one.seed for one in params] == [0, 1, 2]
+        assert {id(one.allowed_token_ids) for one in params} == {id(params[0].allowed_token_ids)}
+        assert params[0].allowed_token_ids is not ids
+
+    run_connected(core, play)
+
+
 def test_ready_means_ready(core: FakeCore) -> None:
     """Recovering and draining engines are connected but not ready."""
 
