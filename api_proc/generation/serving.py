@@ -169,6 +169,10 @@ class GenerationApi(Generic[Body]):
             if last_event_id is not None:
                 raise request_not_found(connection.request_id)
             return False
+        if state.sessions.is_submitting(connection.request_id):
+            if turn is not None:
+                turn.end()  # the connection that submits the request may need this place
+            await state.sessions.submitted(connection.request_id)
         session = state.sessions.find(connection.request_id, self.path, raw, last_event_id)
         if session is None:
             return False
@@ -213,16 +217,12 @@ class GenerationApi(Generic[Body]):
     async def _submit(
         self, generation: Generation, forms: list[PromptIds], make_params: MakeParams, turn: Turn
     ) -> None:
-        """Send all prompts to the core, in slices, unless a journal contains the request.
-
-        Another connection may read a request of the journal, which must therefore be complete.
-        `forms` are the prompts in the form to submit.
-        """
+        """Send all prompts to the core in slices; `forms` are the prompts in the form to submit."""
         began = time.perf_counter()
         try:
             for (token_ids, _), form in zip(generation.prompts, forms, strict=True):
                 for _ in generation.submit(form, token_ids, make_params(token_ids)):
-                    if not generation.is_resumable and time.perf_counter() - began > _SLICE_S:
+                    if time.perf_counter() - began > _SLICE_S:
                         await turn.pause()
                         if generation.cancelled:
                             return

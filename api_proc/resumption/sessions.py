@@ -13,11 +13,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol, TypeVar, Unpack
 
 from api_proc.bodies import SamplingBody
-from api_proc.budget import Budget, ClientBudget, Freed, Lease
+from api_proc.budget import Budget, ClientBudget, Lease
 from api_proc.errors import ApiError, counted_as, unavailable
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.journaling import Journaling
+from api_proc.resumption.kept_answers import KeptAnswers
 from api_proc.resumption.session_log import (
     AcceptRecord,
     BindRecord,
@@ -93,6 +94,8 @@ class Session:
         self.body = decoded.body
         self.prompts = decoded.prompts
         self.histories: list[History] = []
+        self.submitted = asyncio.Event()
+        """Set once all sequences are submitted, or the session is removed before that."""
         self.num_attached = 0
         """Connections that read it."""
         self.is_known = False
@@ -152,6 +155,7 @@ class Sessions:
         self._clock = clock
         self._window_s = config.resume_window_s
         self._budget = Budget(config.max_open_requests, config.max_open_bytes, clients)
+        self._kept_answers = KeptAnswers(self._budget)
         self._by_id: dict[str, Session] = {}
         # Greater than any number of a predecessor, whose journal may be read only later.
         self._next_number = int(clock.time() * 1e6)
@@ -180,6 +184,16 @@ class Sessions:
         """Return the lease of the session with this id, if there is one."""
         session = self._by_id.get(request_id)
         return None if session is None else session.lease
+
+    def is_submitting(self, request_id: str) -> bool:
+        """Return whether another connection is submitting the sequences of this request."""
+        session = self._by_id.get(request_id)
+        return session is not None and not session.submitted.is_set()
+
+    async def submitted(self, request_id: str) -> None:
+        """Wait until no connection is submitting this request; its deadlines bound the wait."""
+        while self.is_submitting(request_id):
+            await self._by_id[request_id].submitted.wait()
 
     def find(
         self, request_id: str, path: str, raw: bytes, last_event_id: str | None
@@ -253,9 +267,14 @@ class Sessions:
         return HistoryReader(history, stop)
 
     async def accept(self, session: Session) -> None:
-        """Write the session's record once all sequences are submitted, and wait for the disk."""
+        """Write the session's records once all sequences are submitted, and wait for the disk.
+
+        The first outputs may have arrived; the rows of these have no request, and have no effect.
+        """
         self._watch_deadline(session)
-        self.journaling.write(packed(session.accepted))
+        for record in session.records():
+            self.journaling.write(record)
+        session.submitted.set()
         await self.journaling.written(_COMMIT_TIMEOUT_S)
 
     def _watch_deadline(self, session: Session) -> None:
@@ -277,6 +296,7 @@ class Sessions:
     def attach(self, session: Session) -> None:
         """Count a connection that begins to read the session."""
         session.num_attached += 1
+        self._kept_answers.discard(session.request_id)
         if session.expiry is not None:
             session.expiry.cancel()
             session.expiry = None
@@ -296,13 +316,21 @@ class Sessions:
         else:
             if session.is_sent:
                 self.journaling.write(SentRecord(session.accepted.number))
+                self._keep(session)
             self._expire_later(session)
+
+    def _keep(self, session: Session) -> None:
+        """Keep an answer that was sent until its room is needed, or until it expires."""
+        origin = session.accepted.adds[0].origin
+        self._kept_answers.add(session.request_id, origin, session.lease)
 
     def remove(self, session: Session) -> None:
         """Abort what still runs of the session, and remove it."""
         if not self._is_open(session):
             return
         del self._by_id[session.request_id]
+        self._kept_answers.discard(session.request_id)
+        session.submitted.set()
         for timer in (session.expiry, session.deadline):
             if timer is not None:
                 timer.cancel()
@@ -331,40 +359,12 @@ class Sessions:
         try:
             return self._budget.open(num_bytes, holder=origin)
         except ApiError:
-            answers = self._in_the_way(num_bytes, origin)
+            answers = self._kept_answers.in_the_way(num_bytes, origin)
             if not answers:
                 raise
-        for session in answers:
-            self.remove(session)
+        for request_id in answers:
+            self.remove(self._by_id[request_id])
         return self._budget.open(num_bytes, holder=origin)
-
-    def _in_the_way(self, num_bytes: int, origin: str | None) -> list[Session]:
-        """Return the sessions whose removal makes room for a request; an empty list if none does.
-
-        The client's own ones come first. Those of others are removed only as far as the bounds of
-        all are reached, and only if the shares of this client permit the request then.
-        """
-        budget, freed, removed = self._budget, Freed(origin), list[Session]()
-        for session, is_own in self._sent(origin):
-            has_room = budget.has_room(num_bytes, freed)
-            if has_room and not (is_own and not budget.has_share(num_bytes, freed)):
-                break
-            freed.add(session.lease)
-            removed.append(session)
-        is_enough = budget.has_room(num_bytes, freed) and budget.has_share(num_bytes, freed)
-        return removed if is_enough else []
-
-    def _sent(self, origin: str | None) -> Iterator[tuple[Session, bool]]:
-        """Yield the sessions that are kept though their answers were sent, oldest first.
-
-        Those of a client come before all others, and with True. In most cases the first one is
-        enough, so they are not sorted: there may be 16,384 of them.
-        """
-        for is_own in (True, False):
-            for session in self._by_id.values():
-                is_kept = session.is_sent and not session.num_attached
-                if is_kept and (session.accepted.adds[0].origin == origin) is is_own:
-                    yield session, is_own
 
     def _new_history(self, accepted: AcceptRecord, index: int) -> History:
         """Return the history of a sequence.
@@ -397,7 +397,7 @@ class Sessions:
         if self._kept is not None:
             yield from self._kept.records()
         for session in list(self._by_id.values()):
-            if session.accepted.adds:
+            if session.submitted.is_set():  # else `accept` writes it
                 for record in session.records():
                     if not self._is_open(session):
                         break
@@ -430,12 +430,15 @@ class Sessions:
             return False
         decoded = self._decoders[accepted.path](accepted.raw, accepted.adds)
         session = self._add(accepted, decoded, self._lease(len(accepted.raw), None))
+        session.submitted.set()
         session.is_known, session.is_sent = True, request.is_sent
         self._expire_later(session)
         for add, replayed in zip(accepted.adds, request.histories, strict=True):
             self._adopt(session, add, replayed)
         self._watch_deadline(session)
-        if not session.is_sent:
+        if session.is_sent:
+            self._keep(session)
+        else:
             adds = accepted.adds
             session.lease.count_restored(adds[0].origin, len(adds))
         return not session.is_ended

@@ -17,8 +17,11 @@ import httpx
 import pytest
 
 from api_proc.app import start_sessions
+from api_proc.generation import serving
 from api_proc.http import protocol as http_protocol
 from api_proc.http.acceptor import Acceptor
+from api_proc.http.json_body import Turn
+from api_proc.resumption.sessions import Sessions
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import (
@@ -78,6 +81,41 @@ def test_concurrent_duplicates_run_once(
     texts = {"".join(texts_of(answer, stream)) for answer in answers}
     assert len(texts) == 1
     assert len(live.client.requests) == 1
+    live.call(live.state.sessions.close)  # type: ignore[union-attr]
+
+
+def test_duplicates_wait_until_all_sequences_are_submitted(
+    make_server: MakeServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sequences are submitted in slices, between which other requests are served."""
+    live = make_server(journal_dir=str(tmp_path))
+    live.call(start_sessions, live.state)
+    submitted, num_waiting, num_pauses = Sessions.submitted, 0, 0
+
+    async def wait(sessions: Sessions, request_id: str) -> None:
+        nonlocal num_waiting
+        num_waiting += 1
+        await submitted(sessions, request_id)
+
+    async def pause(_: Turn) -> None:
+        nonlocal num_pauses
+        num_pauses += 1
+        while num_waiting < 2:
+            await asyncio.sleep(0.001)
+
+    monkeypatch.setattr(Sessions, "submitted", wait)
+    monkeypatch.setattr(Turn, "pause", pause)
+    monkeypatch.setattr(serving, "_SLICE_S", -1.0)
+
+    def ask(number: int) -> httpx.Response:
+        body = body_for(PATHS[0], n=8)
+        return httpx.post(live.url + PATHS[0], json=body, headers={"X-Request-Id": "r"})
+
+    with ThreadPoolExecutor(3) as pool:
+        answers = [answer.json()["choices"] for answer in pool.map(ask, range(3))]
+    assert num_pauses == 8
+    assert len(answers[0]) == len(live.client.requests) == 8
+    assert answers == [answers[0]] * 3
     live.call(live.state.sessions.close)  # type: ignore[union-attr]
 
 

@@ -100,6 +100,61 @@ async def test_many_sequences_of_one_long_prompt_are_a_small_record(
 
 
 @play
+async def test_outputs_that_arrive_during_the_submission_are_written(tmp_path: Path) -> None:
+    """A request enters the journal as soon as it is complete, and not before."""
+    server = await Server(tmp_path).written()
+    with server.generation("r", n=3) as generation:
+        generation.begin_session(PATH, RAW, [Prompt([5, 6], None)])
+        submitting = generation.submit([5, 6], [5, 6], SamplingParams(max_tokens=5, seed=1))
+        next(submitting)
+        session = server.sessions._by_id["r"]
+        await until(lambda: session.is_ended)
+        assert not session.submitted.is_set()
+        assert list(server.sessions._snapshot()) == []
+        assert len(list(submitting)) == 2
+        await generation.accepted()
+        assert session.submitted.is_set()
+        generation.cancel()
+    await until(lambda: session.is_ended)
+    server.sessions.close()
+    successor = await Server(tmp_path).written()
+    found = successor.find("r")
+    assert found is not None
+    assert [list(history.token_ids) for history in found.histories] == [OUTPUT_IDS[:5]] * 3
+    assert not successor.client.requests, "nothing is computed again"
+    successor.sessions.close()
+
+
+@play
+async def test_large_parameters_are_written_once_for_all_sequences(tmp_path: Path) -> None:
+    """Also those of several prompts; after a restart the sequences share them again."""
+    server = await Server(tmp_path).written()
+    before = server.sessions.journaling.num_bytes
+    params = [
+        SamplingParams(max_tokens=5, seed=1, allowed_token_ids=[*range(100, 199)] * 40),
+        SamplingParams(max_tokens=5, seed=9, logit_bias={100: 1.0}),
+    ]
+    with server.generation("r", n=20) as generation:
+        generation.begin_session(PATH, RAW, [Prompt([], None)] * 2)
+        for each in params:
+            submit_all(generation, [7] * 5, each)
+        await generation.accepted()
+        session = server.find("r")
+    assert session is not None
+    await until(lambda: session.is_ended)
+    assert server.sessions.journaling.num_bytes - before < 30_000
+    wanted = [add.sampling_params for add in session.accepted.adds]
+    server.sessions.close()
+    successor = await Server(tmp_path).written()
+    found = successor.find("r")
+    assert found is not None
+    restored = [add.sampling_params for add in found.accepted.adds]
+    assert restored == wanted
+    assert len({id(one.allowed_token_ids) for one in restored[:20]}) == 1
+    successor.sessions.close()
+
+
+@play
 async def test_a_failed_read_is_retried(tmp_path: Path) -> None:
     """Until then nothing is deleted, and no client gets a 404."""
     await leave_behind(tmp_path, "r")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from api_proc.bodies import CompletionBody
+from api_proc.budget import Freed, Lease
 from api_proc.errors import ApiError
 from api_proc.resumption.event_ids import StreamPosition
 from api_proc.resumption.sessions import DecodedRequest, Session
@@ -280,12 +281,12 @@ async def test_no_answer_is_removed_for_a_request_that_is_too_large(tmp_path: Pa
 
 
 @play
-async def test_room_for_a_client_with_answers_is_made_without_a_look_at_all_sessions(
-    tmp_path: Path,
+async def test_answers_that_make_no_room_are_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each of its requests needs room while a bound is reached, and thousands may be kept."""
-    server = await Server(tmp_path, max_open_requests=9).written()
-    read_ids: list[str] = []
+    """Every request needs room while a bound is reached, and thousands may be kept."""
+    server = await Server(tmp_path, max_open_requests=9, max_open_bytes=9000).written()
+    read_ids, num_freed = list[str](), 0
 
     class Watched(dict[str, Session]):
         def values(self) -> Iterator[Session]:  # type: ignore[override]
@@ -293,6 +294,13 @@ async def test_room_for_a_client_with_answers_is_made_without_a_look_at_all_sess
                 read_ids.append(request_id)
                 yield session
 
+    def add(freed: Freed, lease: Lease) -> None:
+        nonlocal num_freed
+        num_freed += 1
+        add_freed(freed, lease)
+
+    add_freed = Freed.add
+    monkeypatch.setattr(Freed, "add", add)
     for i in range(8):
         session = await server.accept(f"a{i}", max_tokens=2)
         with server.generation(f"a{i}", session) as generation:
@@ -301,7 +309,11 @@ async def test_room_for_a_client_with_answers_is_made_without_a_look_at_all_sess
     server.sessions._by_id = Watched(server.sessions._by_id)
     await server.accept("more")
     assert list(server.sessions._by_id) == [*(f"a{i}" for i in range(1, 8)), "more"]
-    assert len(read_ids) <= 2
+    assert num_freed == 1
+    with pytest.raises(ApiError):
+        await server.accept("large", b" " * 9000)
+    assert num_freed == 1, "the answers' bytes are not enough"
+    assert read_ids == []
     server.sessions.close()
 
 
