@@ -18,7 +18,7 @@ from api_proc.generation.answer import Answer, MakeAnswer
 from api_proc.generation.generation import Generation, MakeParser
 from api_proc.generation.packing import packed_in_slices
 from api_proc.generation.steps import Step, in_intervals
-from api_proc.generation.structured import grammar_of, name_field
+from api_proc.generation.structured import check_copies, grammar_of, name_field
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoding, Turn
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
@@ -148,7 +148,9 @@ class GenerationApi(Generic[Body]):
             return False
         if await self._resume(state, connection, raw, turn):  # a duplicate has been accepted
             return False
-        connection.lease.count_sequences(len(prompts) * body.num_sequences)
+        num_sequences = len(prompts) * body.num_sequences
+        check_copies(grammar, num_sequences, body)
+        connection.lease.count_sequences(num_sequences)
         generation.begin_session(self.path, raw, prompts)
         make_params = self._params_maker(state, body, facts, grammar)
         await self._submit(generation, forms, make_params, turn)

@@ -18,6 +18,9 @@ from protocol.config.field_errors import json_error_text
 from protocol.sampling import MAX_GRAMMAR_CHARS, Grammar, GrammarKind
 
 MAX_CHOICES = 4096
+MAX_SENT_CHARS = 128 * MAX_GRAMMAR_CHARS
+"""Most characters of a grammar times the number of sequences, each of which sends it to the core.
+128 sequences, as many as one prompt can have, may have the largest grammar."""
 MAX_TAGS = 128
 
 Schema = dict[str, Any] | bool | str
@@ -116,8 +119,23 @@ def name_field(error: RequestError, body: Constrained) -> RequestError:
     """Return an error about the grammar, with the name of the field that it came from."""
     if error.param != "grammar":
         return error
-    param = next(iter(_constraining(body)), "tools")  # their calls may be constrained, too
+    param = _source_field(body)
     return RequestError(error.code, f"{param}: {error.message}", param)
+
+
+def check_copies(grammar: Grammar | None, num_sequences: int, body: Constrained) -> None:
+    """Reject a grammar whose copies are too large together. ApiError: names the field."""
+    if grammar is not None and len(grammar.source) * num_sequences > MAX_SENT_CHARS:
+        message = (
+            f"makes a grammar of {len(grammar.source)} characters for each of {num_sequences} "
+            f"sequences, together more than {MAX_SENT_CHARS}"
+        )
+        raise invalid(_source_field(body), message)
+
+
+def _source_field(body: Constrained) -> str:
+    """Return the field that constrains the output: "tools" if none does, as it is their calls."""
+    return next(iter(_constraining(body)), "tools")
 
 
 def _constraining(body: Constrained) -> list[str]:

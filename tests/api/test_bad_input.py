@@ -135,6 +135,12 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (COMPLETIONS, {"prompt_embeds": "gASV"}, "prompt_embeds", "unsupported_parameter"),
     (COMPLETIONS, {"prompt_embeds": None}, "prompt", "missing_required_parameter"),
     (COMPLETIONS, completion(guided_regex=""), "guided_regex", "invalid_value"),
+    (
+        COMPLETIONS,
+        completion(prompt=["ok"] * 3, n=128, guided_regex="a" * 2**17),
+        "guided_regex",
+        "invalid_value",
+    ),
     (COMPLETIONS, completion(structured_outputs={}), "structured_outputs", "invalid_value"),
     (COMPLETIONS, completion(use_beam_search=True, stream=True), "stream", "invalid_value"),
     (COMPLETIONS, completion(stream_options={}), "stream_options", "invalid_value"),
