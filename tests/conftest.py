@@ -60,7 +60,7 @@ VARIANTS = {
             "safety-keep-turns progress-refuse-at-once progress-keep-wrong-drafts "
             "safety-forget-adapters progress-stale-states progress-stateful-random"
         ),
-        # As flipped ones, which are dropped, and as reordered ones.
+        # Flipped frames are dropped, too, and reordered ones are late.
         "test_damaged_frames_alone_violate_nothing": "truncate drop delay duplicate",
         "test_the_table_names_the_kind_of_a_bug": "drop-token-lost repeat-token-duplicated",
     },
@@ -91,9 +91,9 @@ VARIANTS = {
         "test_an_engine_is_closed_while_a_start_hangs": "core.load",
         "test_an_engine_is_closed_while_it_recovers": "worker",
         "test_an_engine_is_closed_by_a_host_with_a_fork_that_lives_on": "closes",
-        # As in test_embedding.py.
+        # test_embedding.py kills the core, too.
         "test_streams_of_a_host_survive_a_killed_core": "",
-        # As in test_llm_lifetime.py.
+        # test_llm_lifetime.py closes engines in running loops, too.
         "test_an_engine_is_closed_within_a_running_loop": "",
     },
     "system/startup/test_ending.py": {
@@ -155,7 +155,7 @@ VARIANTS = {
     },
     "system/recovery/test_resume.py": {
         "test_killed_streams_equal_undisturbed_ones": "worker-worker",
-        # As tests/system/ranks/test_ranks.py and tests/worker/drafting.
+        # tests/system/ranks/test_ranks.py kills processes of ranks with a draft model.
         "test_streams_with_a_draft_model_equal_those_without": "core-worker",
     },
     "system/recovery/test_resumption.py": {
@@ -163,7 +163,7 @@ VARIANTS = {
             "api-plain api-usage api-echo api-sampled core-sampled core-chat worker-sampled "
             "worker-chat api-two -usage -echo -two"
         ),
-        # As in test_api_processes.py.
+        # test_stream_in_pieces_is_the_stream_in_one kills the API, too.
         "test_many_clients_come_back_after_each_death_of_the_api": "",
     },
     "system/recovery/test_standby.py": {
@@ -229,7 +229,7 @@ VARIANTS = {
     },
     "worker/parallel/test_divided_drafts.py": {
         "test_stages_verify_drafts": "2-1",  # as stages do whose layers have states
-        # As those of a draft model.
+        # test_all_ranks_verify_the_drafts_of_one has drafts of a model.
         "test_ranks_verify_drafts": "",
     },
     "worker/parallel/test_divided_states.py": {
@@ -384,16 +384,16 @@ VARIANTS = {
         ),
     },
     "clients/test_clients.py": {
-        # As in test_demo_chat.py and test_structured_output.py.
+        # test_demo_chat.py and test_structured_output.py use the same client.
         "test_openai_python": "",
     },
     "system/embedding/test_launch.py": {
         "test_close_is_bounded_in_any_state": "19-core",
-        # As in test_embedding_states.py.
+        # test_embedding_states.py starts and closes engines, too.
         "test_engine_answers_and_ends_with_its_context": "",
     },
     "system/machines/test_machines.py": {
-        # As in test_host_agents.py.
+        # test_host_agents.py has replicas on other machines, too.
         "test_an_api_has_replicas_on_other_machines": "",
     },
     "system/models/test_demo_chat.py": {
@@ -422,7 +422,7 @@ VARIANTS = {
         "test_ranks_have_parts_of_the_codes": "pack_quantized4_32_asym-llama-2",
     },
     "simulation/test_scale.py": {
-        # As in test_simulation.py.
+        # test_simulation.py reproduces a seed, too.
         "test_a_seed_is_reproduced": "",
     },
 }

@@ -97,7 +97,7 @@ class SteadySession(Session):
             self.results[-1].violations.append(Violation(Harm.MISMATCHED, "engine", text))
 
     async def _lane(self, engine: Engine, number: int) -> list[Recording]:
-        """One stream after the other, all of the same request but for the cache salt."""
+        """Read one stream after the other; their requests differ only in the cache salt."""
         recordings: list[Recording] = []
         while not self._is_over:
             request = self._requests(f"steady-{len(recordings)}")[number]

@@ -53,7 +53,7 @@ def stream(event: Callable[..., Message]) -> list[Message]:
 
 
 def record(messages: list[Message], end: End = End.DONE, ids: list[str] | None = None) -> Recording:
-    """One event every 0.1 s, starting at 0; the end comes with the last one."""
+    """Return a recording with an event every 0.1 s from 0 on; its end comes with the last one."""
     names = [""] * len(messages) if ids is None else ids
     events = [
         Event(0.1 * i, json.dumps(message), name)

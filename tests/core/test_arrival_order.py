@@ -60,7 +60,7 @@ def make_core(policy: str, now: float) -> EngineCore:
 
 
 def accept_stream_then_newer(engine: EngineCore, old: Host, new: Host) -> Served:
-    """One stream of `old`, and a minute later 40 requests of each host; returns the stream."""
+    """Accept a stream of `old`, and 40 requests of each host a minute later; return the stream."""
     stream = old.accept()
     assert engine.add(old.name, stream) is None
     pass_time(60.0, engine, (old, new))

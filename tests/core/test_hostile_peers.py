@@ -83,7 +83,7 @@ def raw(bench: Bench, path: str, *, greets: bool = True) -> socket.socket:
 
 
 def is_closed(bench: Bench, connection: socket.socket) -> bool:
-    """Whether the core has closed a connection; bytes before the end are read."""
+    """Return whether the core has closed a connection; bytes before the end are read."""
     connection.setblocking(False)
     bench.turn()
     try:

@@ -180,7 +180,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 
 def is_ended(process: subprocess.Popen[bytes], timeout_s: float = 30.0) -> bool:
-    """Whether the process ends in time; it is not reaped, so its pid is not reused."""
+    """Return whether the process ends in time; it is not reaped, so its pid is not reused."""
     pidfd = os.pidfd_open(process.pid)
     try:
         return bool(select.select([pidfd], [], [], timeout_s)[0])

@@ -107,7 +107,7 @@ def test_accepted_request_does_not_change_with_the_callers_list(core: FakeCore) 
 
 
 def test_sequences_of_a_request_hold_one_copy_of_its_token_lists(core: FakeCore) -> None:
-    """It is none of the caller's, who may change that."""
+    """The copy is not the caller's list, which may change."""
 
     async def play(client: AsyncEngineClient) -> None:
         ids = [7, 8, 9]

@@ -153,7 +153,7 @@ class Moves(RuleBasedStateMachine):
 
     @rule(count=st.integers(0, 9))
     def compute(self, count: int) -> None:
-        """One step everywhere; some outputs arrive, the others later."""
+        """Compute a step everywhere; some outputs arrive, the others later."""
         for replica in self.replicas:
             replica.step()
             replica.arrive(count)

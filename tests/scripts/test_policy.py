@@ -272,7 +272,7 @@ EVENTS = st.sampled_from(
 def test_any_history_keeps_the_invariants_and_can_be_ended(
     events: list[tuple[str, int]], num_workers: int
 ) -> None:
-    """One process per slot, growing epochs, no start in a dying group; two signals end all."""
+    """A slot has one process, epochs grow, no dying group starts any; two signals end all."""
     drill = Drill(num_workers)
     for event, choice in events:
         if drill.exit_status is None:

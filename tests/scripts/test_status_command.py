@@ -79,7 +79,7 @@ READY, STARTING = ProcessState.READY, ProcessState.STARTING
 def test_ready_means_that_new_requests_are_served(
     states: dict[str, ProcessState], is_ready: bool
 ) -> None:
-    """As /readyz does: one of several replicas, and one of several APIs, are enough."""
+    """One of several replicas and one of several APIs are enough, as for /readyz."""
     rows = [
         ProcessStatus(Role(name.split("-")[0]), int(name[-1]) if name[-1].isdigit() else 0, *rest)
         for name, state in states.items()

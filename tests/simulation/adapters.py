@@ -46,7 +46,7 @@ class AdapterPlan:
     """Loads by an operator, at times in seconds."""
 
     def is_unusable(self, adapter: Adapter | None) -> bool:
-        """Whether no load of an adapter ends well."""
+        """Return whether no load of an adapter ends well."""
         if adapter is None:
             return False
         probability, _ = self.deadly.get(adapter.adapter_id, (0.0, 0))
@@ -107,7 +107,7 @@ class LoadWatch:
             raise Violation(f"endless: loads of an adapter have killed {num_killed} workers")
 
     def may_refuse(self, adapter: Adapter) -> bool:
-        """Whether enough workers have died while they loaded an adapter."""
+        """Return whether enough workers have died while they loaded an adapter."""
         return self._points[adapter.adapter_id] >= MAX_POINTS
 
     async def load(self, engine: AsyncEngineClient, adapter: Adapter) -> None:

@@ -201,7 +201,7 @@ def test_grammars_and_vectors_survive_deaths() -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_adapters_survive_deaths(mode: str) -> None:
-    """Loaded again by each worker, late or never; one whose loads kill workers is refused."""
+    """Workers load them again, late or never; one whose loads kill workers is refused."""
     kinds = frozenset({"kill", "failpoint"})
     plans = {seed: make_plan(seed, mode, kinds).adapters for seed in range(400)}
     seeds = [seed for seed, plan in plans.items() if plan is not None and plan.deadly]
@@ -213,7 +213,7 @@ def test_adapters_survive_deaths(mode: str) -> None:
 
 @pytest.mark.parametrize("has_states", [True, False])
 def test_drafts_survive_deaths(has_states: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most are right; their number follows the simulated times of steps, and prompts are cut."""
+    """Most drafts are right; their number follows the simulated times, and prompts are cut."""
     right: list[int] = []
     observe = Acceptance.observe
 
@@ -238,7 +238,7 @@ def test_drafts_survive_deaths(has_states: bool, monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("kind", FRAME_FAULTS)
 def test_damaged_frames_alone_violate_nothing(kind: str) -> None:
-    """One kind at a time, without a death whose recovery would repair its damage."""
+    """Frames have one kind of fault, and no process dies, whose recovery would repair it."""
     tally = run_chunk(Batch("progress", 0, 30, frozenset({kind})))
     assert tally.violations == []
     assert tally.counts[kind] > 0
