@@ -80,7 +80,7 @@ from protocol.kv_events import KVEvent
 from protocol.message import MAX_TEXT
 from protocol.process.machines import blocks_address
 from protocol.process.progress_page import MarkEdits
-from protocol.process.shared_params import SharedParams
+from protocol.shared_params import SharedParams
 
 CANARY_ID = 2**53 - 1
 """Id of the quarantine's own request; `_next_req_id` never reaches it."""

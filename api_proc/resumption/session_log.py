@@ -11,8 +11,8 @@ from api_proc.resumption.history import History
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.core_worker import BlocksAddress
 from protocol.message import Decoder, Message, Record, TokenIds
-from protocol.process.shared_params import LargeValues
 from protocol.sampling import SamplingParams
+from protocol.shared_params import LargeValues
 
 _NO_VALUES = LargeValues.of(SamplingParams())
 

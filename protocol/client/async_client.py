@@ -47,8 +47,8 @@ from protocol.client.request_stream import RequestStream, vector_of
 from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
 from protocol.message import Message, ProtocolError, encode
-from protocol.process.shared_params import SharedParams
 from protocol.sampling import Pooling, SamplingParams, pooling_params
+from protocol.shared_params import SharedParams
 from protocol.transport.curve import ClientKeys
 from protocol.transport.runtime import Clock
 

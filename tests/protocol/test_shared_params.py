@@ -6,8 +6,8 @@ import pytest
 
 from protocol.api_core import AddRequest, decode_from_client
 from protocol.message import encode
-from protocol.process.shared_params import SharedParams
 from protocol.sampling import Grammar, GrammarKind, SamplingParams, ThinkingBudget
+from protocol.shared_params import SharedParams
 
 VALUES: dict[str, Any] = {
     "grammar": Grammar(GrammarKind.REGEX, "a+"),
