@@ -155,6 +155,10 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             "^override_generation_config: temperature: .*<= 2",
         ),
         (
+            {"override_generation_config": '{"temperature": "0.5"}'},
+            "^override_generation_config: temperature: must be a number",
+        ),
+        (
             {"override_generation_config": {"max_new_tokens": 9}},
             "^override_generation_config: max_new_tokens: is not a known field",
         ),
