@@ -82,10 +82,11 @@ JSON_WHITESPACE = r"[ \t\n\r]{1,40}"
 schema's key `x-guidance` may set another pattern."""
 
 
-CONTENT_RULE = "content"
+CONTENT_RULE = "troika_content"
 """In a grammar of the kind LARK: the rule for what the request itself confines, where reasoning or
 calls may precede it. The worker compiles this rule alone as well: a fault in it would otherwise
-end the request only when its output reaches the content."""
+end the request only when its output reaches the content. Clients name rules in their own grammars,
+so the name is one that these do not have."""
 
 
 class Grammar(Record):

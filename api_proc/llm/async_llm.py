@@ -61,7 +61,7 @@ class AsyncLLM:
         return self._processes.run_dir
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the checkpoint's own parameters, from its generation_config.json."""
+        """Return the parameters of generation_config.json and of the settings."""
         return self._engine.default_params()
 
     async def generate(

@@ -118,7 +118,7 @@ class LLM:
         return self._engine.engine.run_dir
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """Return the checkpoint's own parameters, from its generation_config.json."""
+        """Return the parameters of generation_config.json and of the settings."""
         return self._engine.default_params()
 
     def get_tokenizer(self) -> Tokenizer:

@@ -24,7 +24,7 @@ _SPECIAL_TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True):
-    """Defaults for fields that a request omits; generation_config.json may override them."""
+    """Values for parameters that a request omits, from the checkpoint and the settings."""
 
     temperature: Temperature = 1.0
     top_p: TopP = 1.0

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from protocol.config.errors import ConfigError
-from protocol.config.field_errors import read_field_error
+from protocol.config.field_errors import json_error_text, read_field_error
 from protocol.config.foreign_flags import OTHER_VALUES
 from protocol.config.setting_fields import Setting
 
@@ -105,7 +105,7 @@ def _parse_json(text: str, origin: str) -> Any:
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError) as error:
-        raise ConfigError(f"{origin}: {text[:100]!r} is not a JSON object: {error}") from error
+        raise ConfigError(f"{origin}: {text[:100]!r} {json_error_text(error)}") from error
 
 
 def _parse_pairs(text: str, origin: str) -> dict[str, str]:

@@ -147,7 +147,11 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"enable_lora": True, "dtype": "float16"}, "needs dtype float32 or bfloat16"),
         (
             {"default_chat_template_kwargs": "enable_thinking=false"},
-            "^default_chat_template_kwargs: 'enable_thinking=false' is not a JSON object",
+            "^default_chat_template_kwargs: 'enable_thinking=false' is not valid JSON: ",
+        ),
+        (
+            {"default_chat_template_kwargs": "[]"},
+            r"^default_chat_template_kwargs: '\[\]' must be an object, got an array$",
         ),
         ({"default_chat_template_kwargs": {"messages": []}}, "messages is set by the server"),
         (

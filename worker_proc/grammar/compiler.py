@@ -60,7 +60,7 @@ def content_of(grammar: Grammar) -> Grammar | None:
     """Return the grammar of the content alone; None if nothing can precede the content."""
     if grammar.kind is not GrammarKind.LARK or not _CONTENT.search(grammar.source):
         return None
-    rules = _START.sub("whole:", grammar.source, count=1)
+    rules = _START.sub(f"{CONTENT_RULE}_and_before:", grammar.source, count=1)
     return Grammar(GrammarKind.LARK, f"{rules}start: {CONTENT_RULE}\n")
 
 

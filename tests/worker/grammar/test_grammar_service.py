@@ -125,6 +125,17 @@ def test_content_after_reasoning_has_the_errors_of_content_alone(service: Gramma
     assert [bool(error) for error in errors[::2]] == [1, 1, 1, 0]
 
 
+def test_rules_of_a_client_may_have_any_name(service: GrammarService) -> None:
+    sources = [
+        '?start: content\ncontent: "a"\n',
+        'start : content\ncontent: "a"\n',
+        'start: content whole\ncontent: "a"\nwhole: "b"\n',
+    ]
+    for i, source in enumerate(sources):
+        service.compile(CompileGrammar(i, Grammar(GrammarKind.LARK, source)))
+    assert [answer.error for answer in wait(service, len(sources))] == [""] * len(sources)
+
+
 def delay_provers(service: GrammarService, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send a grammar for which all lanes' provers take too long, one after the other.
 
