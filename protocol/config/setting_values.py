@@ -104,7 +104,7 @@ def _parse_json(text: str, origin: str) -> Any:
     """Read a JSON object."""
     try:
         return msgspec.json.decode(text, type=dict[str, Any])
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(f"{origin}: {text[:100]!r} {json_error_text(error)}") from error
 
 

@@ -150,6 +150,10 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             "^default_chat_template_kwargs: 'enable_thinking=false' is not valid JSON: ",
         ),
         (
+            {"default_chat_template_kwargs": '{"a": "\udcff"}'},  # a shell can pass any byte
+            "^default_chat_template_kwargs: .* is not valid JSON: 'utf-8' codec can't encode",
+        ),
+        (
             {"default_chat_template_kwargs": "[]"},
             r"^default_chat_template_kwargs: '\[\]' must be an object, got an array$",
         ),
