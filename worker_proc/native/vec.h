@@ -212,6 +212,13 @@ inline Part splat_part(float x) { return x - Part{}; }
 // Keeps GCC from holding loaded values in registers, of which it would spill others.
 [[gnu::always_inline]] inline void forget_loads() { asm("" ::: "memory"); }
 
+// Whether multiply_add_part rounds once.
+#ifdef __FP_FAST_FMAF
+constexpr bool kRoundsOnce = true;
+#else
+constexpr bool kRoundsOnce = false;
+#endif
+
 // multiply_add for a Part.
 inline Part multiply_add_part(Part x, Part y, Part z) {
 #if defined(__AVX512F__)

@@ -396,14 +396,14 @@ struct GroupedPanels {
   bool adds_offsets() const { return weight.minimums || scales_zeros(); }
 
   // Whether each weight is code * scale + term with a single rounding. The term may be zero point *
-  // -scale if that product is exact.
+  // -scale if that product is exact. Products with short scales are always exact.
   bool has_terms() const {
     if (weight.format != kGroupedInt4 && weight.format != kGroupedInt8) return false;
     if (adds_offsets()) return true;
     const bool has_short_scales =
         weight.scale_type == kBf16Scales || weight.scale_type == kFp16Scales;
     const bool is_power_of_two = weight.zeros == nullptr && (weight.zero & (weight.zero - 1)) == 0;
-    return has_short_scales || is_power_of_two;
+    return has_short_scales || (kRoundsOnce && is_power_of_two);
   }
 
   // Whether groups are shorter than a tile.
