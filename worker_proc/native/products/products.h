@@ -140,13 +140,15 @@ void multiply_block(const W& w, UnitRows rows, int64_t row, int64_t last_row, in
 
 // multiply for one row on processors without AVX-512. A thread takes the pairs that it multiplies at
 // once, from its own share of the weights first. The threads do not read equally fast, in particular
-// while another process runs on the core of one of them.
+// while another process runs on the core of one of them. Where this would leave threads without work,
+// they take single pairs.
 template <typename T, class W, class Out>
 void multiply_one_row(Team& team, const W& w, UnitRows rows, const Out& out) {
-  const int64_t num_pieces = (w.num_pairs + kPairsOfOneRow - 1) / kPairsOfOneRow;
+  const int64_t size = w.num_pairs < kPairsOfOneRow * team.size ? 1 : kPairsOfOneRow;
+  const int64_t num_pieces = (w.num_pairs + size - 1) / size;
   for (int64_t piece; (piece = team.take_near(num_pieces)) < num_pieces;) {
-    const int64_t pair = piece * kPairsOfOneRow;
-    multiply_block<T>(w, rows, 0, 1, pair, std::min(pair + kPairsOfOneRow, w.num_pairs), out);
+    const int64_t pair = piece * size;
+    multiply_block<T>(w, rows, 0, 1, pair, std::min(pair + size, w.num_pairs), out);
   }
 }
 
