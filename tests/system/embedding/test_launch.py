@@ -94,7 +94,7 @@ def test_dead_child_is_replaced(embedded: EngineProcesses) -> None:
     ],
 )
 def test_close_is_bounded_in_any_state(role: Role, number: signal.Signals) -> None:
-    """It takes 5 s even if a process hangs or was just killed; none is left 2 s later."""
+    """It takes at most 5 s though a process hangs or was killed; none is left 2 s later."""
 
     def measure() -> dict[str, float]:
         with EngineProcesses.start(CONFIG, timeout_s=TIMEOUT_S) as engine:
