@@ -259,8 +259,6 @@ VARIANTS = {
     },
     "worker/cuda/test_run_ahead.py": {
         "test_tokens_are_those_of_the_host": "True False",  # as those of preempted requests
-        # Preempted ones leave theirs, too.
-        "test_requests_that_end_in_a_step_leave_the_next_one_and_their_blocks": "",
     },
     "worker/gguf/test_gguf.py": {
         "test_tokens_are_those_of_the_dequantized_weights": "llama_tied phi3",
