@@ -32,7 +32,7 @@ from api_proc.text.jobs import (
 )
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import TooManyTokens
-from protocol.config import ModelConfig
+from protocol.config import ConfigError, ModelConfig
 from protocol.message import pack_token_ids
 from protocol.process.failpoints import failpoint
 from protocol.process.malloc import return_memory_early
@@ -57,7 +57,11 @@ def main() -> None:
     logging.disable()  # the API has logged the same messages about the model's files
     connection = socket.socket(fileno=int(sys.argv[1]))
     source = connection.makefile("rb")
-    text = TextProcessor.load(msgspec.msgpack.decode(_read(source), type=ModelConfig))
+    model = msgspec.msgpack.decode(_read(source), type=ModelConfig)
+    try:
+        text = TextProcessor.load(model)
+    except ConfigError as error:
+        sys.exit(f"the text helper cannot start: {error}")
     decoder = msgspec.json.Decoder(Job)
     gc.freeze()
     size = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
