@@ -27,19 +27,22 @@ bool can_multiply_lines(const W&) {
 
 // Adds the products of the inputs of a step with `Pairs` pairs to sums. A line has the codes of
 // successive inputs for 16 outputs. The codes of a pair are `stride` bytes after those of the pair
-// before it. Codes that are `ahead` bytes further are fetched.
+// before it. Codes that are `ahead` bytes further are fetched, in the order of their addresses: the
+// processor detects a stream of such fetches, and reads further ahead. A step uses the lines of both
+// halves in turns, which it does not take for a stream.
 template <class Lines, int Pairs>
 [[gnu::always_inline]] inline void add_lines(const uint8_t* codes, int64_t stride, int64_t ahead,
                                              const float* row, Part (&sums)[Pairs][2 * kParts]) {
   const auto line_of = [&](int pair, int half) {
     return codes + pair * stride + half * Lines::kTileBytes;
   };
+  const uint8_t* next = codes + ahead;
 #pragma GCC unroll 1
-  for (int i = 0; i < kTileInputs; i += Lines::kInputs, codes += kLine) {
+  for (int i = 0; i < kTileInputs; i += Lines::kInputs, codes += kLine, next += 2 * kLine) {
 #pragma GCC unroll 8
     for (int pair = 0; pair < Pairs; pair++)
 #pragma GCC unroll 8
-      for (int half = 0; half < 2; half++) __builtin_prefetch(line_of(pair, half) + ahead);
+      for (int line = 0; line < 2; line++) __builtin_prefetch(next + pair * stride + line * kLine);
 #pragma GCC unroll 8
     for (int k = 0; k < Lines::kInputs; k++) {
       const Part x = splat_part(row[i + k]);
