@@ -39,23 +39,27 @@ struct PairFactors {
   Part scales[kPairParts], terms[kPairParts];
 };
 
-// Adds the products of num_inputs inputs, which are in one tile and one group, to sums. A line of codes
-// has one word for each of 16 outputs, with the codes of successive inputs of `Bits` bits.
+// Adds the products of inputs of a tile, from the input `first` on, to sums. They belong to one group. A
+// tile has the lines of the low panel, followed by those of the high panel. A line has one word for each
+// of 16 outputs, with the codes of successive inputs of `Bits` bits. Lines are fetched in the order of
+// their addresses (line_products.h).
 template <int Bits>
-[[gnu::always_inline]] inline void add_integers(const uint8_t* line, const float* row,
+[[gnu::always_inline]] inline void add_integers(const uint8_t* tile, int64_t first, const float* row,
                                                 int64_t num_inputs, const PairFactors& factors,
                                                 Part (&sums)[kPairParts]) {
   constexpr int kPerWord = 32 / Bits;
-  constexpr int64_t kTileBytes = kTileInputs / kPerWord * kLine;  // of one panel
+  constexpr int64_t kPanelBytes = kTileInputs / kPerWord * kLine;
+  const int64_t begin = first / kPerWord * kLine;
+  const uint8_t *line = tile + begin, *next = tile + kCodesAhead + 2 * begin;
 #pragma GCC unroll 1
-  for (int64_t i = 0; i < num_inputs; i += kPerWord, line += kLine) {
-    for (int half = 0; half < 2; half++) __builtin_prefetch(line + half * kTileBytes + kCodesAhead);
+  for (int64_t i = 0; i < num_inputs; i += kPerWord, line += kLine, next += 2 * kLine) {
+    for (int k = 0; k < 2; k++) __builtin_prefetch(next + k * kLine);
 #pragma GCC unroll 8
     for (int k = 0; k < kPerWord; k++) {
       const Part x = splat_part(row[i + k]);
 #pragma GCC unroll 8
       for (int p = 0; p < kPairParts; p++) {
-        const uint8_t* const at = line + p / kParts * kTileBytes + p % kParts * sizeof(Part);
+        const uint8_t* const at = line + p / kParts * kPanelBytes + p % kParts * sizeof(Part);
         const PartBits words = *reinterpret_cast<const PartBits*>(at);
         const PartBits codes = words >> k * Bits & ((1u << Bits) - 1);
         const Part whole = __builtin_convertvector((PartInt)codes, Part);
@@ -77,11 +81,9 @@ template <int Bits, class Out>
   for (int64_t first = 0; first < num_inputs; first += group) {
     const PairFactors factors(w, pair, first);
     const int64_t last = std::min(first + group, num_inputs);
-    for (int64_t input = first; input < last; input += span) {
-      const int64_t bytes = kLanes * w.weight.code_bytes(input % kTileInputs);
-      const uint8_t* const line = w.tile_codes(pair, 0, input / 2) + bytes;
-      add_integers<Bits>(line, row + input, span, factors, sums);
-    }
+    for (int64_t input = first; input < last; input += span)
+      add_integers<Bits>(w.tile_codes(pair, 0, input / 2), input % kTileInputs, row + input, span,
+                         factors, sums);
   }
   alignas(kLine) float saved[kPairOutputs];
 #pragma GCC unroll 8

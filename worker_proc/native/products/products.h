@@ -74,7 +74,7 @@ void multiply_part(const W& w, UnitRows rows, int64_t row, int64_t last_row, int
     }
   if constexpr (!std::is_same<T, int8_t>::value)
     if (W::kAreCodes || last_row - row >= kManyRows)
-      return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out);
+      return multiply_many_rows<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
 #endif
   if constexpr (kHasManyRegisters || !W::kAreCodes)
     multiply_with_vectors<T>(w, rows, row, last_row, pair, last_pair, out, num_next);
@@ -168,9 +168,10 @@ void multiply(Team& team, const W& w, UnitRows rows, int64_t num_rows, const Out
   if constexpr (!kHasManyRegisters)
     if (num_rows == 1 && team.size > 1) return multiply_one_row<T>(team, w, rows, out);
   const bool shares_units = unpacks<T, W>(num_rows);
-  // Formats with kStepLines = 0 prefetch the weights that follow in memory, so they take longer pieces.
-  const bool takes_pairs =
-      kHasManyRegisters && team.size > 1 && !uses_tiles<T>() && W::kStepLines > 0 && !shares_units;
+  // With AVX-512, formats with kStepLines = 0 prefetch the weights that follow in memory, so threads take
+  // longer pieces of them. Without it, they would wait for each other for a tenth of a decode step.
+  constexpr bool kTakesPairs = !kHasManyRegisters || W::kStepLines > 0;
+  const bool takes_pairs = kTakesPairs && team.size > 1 && !uses_tiles<T>() && !shares_units;
   if (!takes_pairs && num_rows <= std::max(kFewRows, W::kMaxCodedRows))
     return multiply_block<T>(w, rows, 0, num_rows, team.first(w.num_pairs),
                              team.last(w.num_pairs), out);

@@ -371,11 +371,12 @@ class ManyRows {
 // multiply_with_vectors.
 template <typename T, class W, class Out>
 void multiply_many_rows(const W& w, UnitRows rows, int64_t row, int64_t last_row, int64_t pair,
-                        int64_t last_pair, const Out& out) {
+                        int64_t last_pair, const Out& out, int64_t num_next) {
   if (pair == last_pair) return;
   ManyRows<T, W> many(w, rows, row, last_row);
   const Out own_out = out;  // a local copy, which stores cannot alias
-  for (; pair < last_pair; pair++) many.multiply(pair, last_pair, own_out);
+  for (const int64_t end = last_pair + num_next; pair < last_pair; pair++)
+    many.multiply(pair, end, own_out);
 }
 
 }  // namespace
