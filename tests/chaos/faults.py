@@ -76,6 +76,14 @@ class Phase(enum.StrEnum):
     """Any time."""
 
 
+PARTS = {
+    "prompts": (Phase.IDLE, Phase.QUEUED, Phase.FIRST_CHUNK, Phase.MIDDLE_CHUNK),
+    "tokens": (Phase.DECODE, Phase.FLUSH, Phase.ABORT, Phase.PREEMPTION),
+    "successors": (Phase.LOAD, Phase.RECOVERY, Phase.THRICE, Phase.RANDOM),
+}
+"""The phases in parts, each of which is the matrix of one test: a whole one takes too long."""
+
+
 class Cell(NamedTuple):
     """One round of the plan."""
 

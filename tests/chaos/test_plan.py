@@ -20,7 +20,7 @@ from scripts.testing import TIMEOUT_S, eventually, is_alive
 from tests.chaos import processes, report
 from tests.chaos.checker import Harm, Violation
 from tests.chaos.engine import Engine, Firing
-from tests.chaos.faults import Cell, Fault, Phase, Place, cells, place, plan, sequel
+from tests.chaos.faults import PARTS, Cell, Fault, Phase, Place, cells, place, plan, sequel
 from tests.chaos.injection import DETECTION, Injection, Kill
 from tests.chaos.members import Member
 from tests.chaos.recording import End, Event, Recording
@@ -110,6 +110,10 @@ def test_the_matrix_has_every_process_in_every_phase() -> None:
     phases = ("idle", "queued", "first_chunk", "middle_chunk", "decode", "flush", "abort")
     phases = (*phases, "preemption", "load", "recovery", "thrice")
     assert {(v, p) for v in victims for p in phases} <= set(PAIRS)
+
+
+def test_each_phase_is_in_one_part() -> None:
+    assert [phase for part in PARTS.values() for phase in part] == list(Phase)
 
 
 def test_a_replica_that_is_lost_for_good_has_no_successor_to_kill() -> None:

@@ -12,6 +12,7 @@ from protocol.lifecycle import Role
 from protocol.stores.tiers import memory_directory
 from scripts.testing import LOAD_TIMEOUT_S, Engine, EngineFactory, eventually
 from tests.chaos.__main__ import main
+from tests.chaos.faults import PARTS
 from tests.system.kills import build_model, check_tokens_after_kills, connected
 from tests.system.offload.stored_blocks import (
     MEMORY,
@@ -90,11 +91,12 @@ def test_after_kill_9_blocks_of_all_groups_are_read(
 
 
 @pytest.mark.timeout(1800)
-def test_kills_in_every_phase_change_no_stream(tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", PARTS)
+def test_kills_in_every_phase_change_no_stream(part: str, tmp_path: Path) -> None:
     """The worker, the core or both are killed."""
     build()
     build_with_tokenizer(tmp_path / "model", DEEPSEEK_V4)
-    faults = ("--matrix", "--faults", "worker,core,both")
+    cells = ("--matrix", "--faults", "worker,core,both", "--phases", ",".join(PARTS[part]))
     # A text of 1,024 tokens takes more of its blocks than of those of other models.
     settings = ("--num-threads", "1", "--num-gpu-blocks-override", "130")
-    assert main(["--model", str(tmp_path / "model"), *faults, "--", *settings]) == 0
+    assert main(["--model", str(tmp_path / "model"), *cells, "--", *settings]) == 0

@@ -7,6 +7,7 @@ import pytest
 
 from scripts.testing import EngineFactory
 from tests.chaos.__main__ import main
+from tests.chaos.faults import PARTS
 from tests.system.kills import build_model, check_tokens_after_kills
 from tests.worker.checkpoints import Architecture
 from tests.worker.recurrent_models import KEY_DECAYS, KINDS, build_with_tokenizer
@@ -46,11 +47,14 @@ def test_streams_continue_after_kill_9(
 @pytest.mark.slow
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 @pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("architecture", KINDS, ids=lambda kind: kind.name)
-def test_kills_in_every_phase_change_no_stream(architecture: Architecture, tmp_path: Path) -> None:
+def test_kills_in_every_phase_change_no_stream(
+    architecture: Architecture, part: str, tmp_path: Path
+) -> None:
     """Worker, core or both die: streams of every kind are computed again from their states."""
     build()
     build_with_tokenizer(tmp_path / "model", architecture)
-    faults = ("--matrix", "--faults", "worker,core,both")
+    cells = ("--matrix", "--faults", "worker,core,both", "--phases", ",".join(PARTS[part]))
     settings = ("--num-threads", "1", "--mamba-block-size", "64")
-    assert main(["--model", str(tmp_path / "model"), *faults, "--", *settings]) == 0
+    assert main(["--model", str(tmp_path / "model"), *cells, "--", *settings]) == 0

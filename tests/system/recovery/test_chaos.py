@@ -20,6 +20,7 @@ from scripts.testing import EngineFactory, eventually
 from tests.chaos import configurations, processes
 from tests.chaos.__main__ import main
 from tests.chaos.engine import Engine as ChaosEngine
+from tests.chaos.faults import PARTS
 from tests.system.null_adapters import write_null_adapter
 from tests.system.recovery.test_supervisor import PROMPT, open_stream
 from tests.system.shared_engines import EnginePool
@@ -80,29 +81,32 @@ def test_clients_that_come_back_too_late_have_lost_their_stream() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("model", ["null", "demo"])
-def test_whole_matrix(model: str) -> None:
-    assert main(["--matrix", "--model", model, "--kills", "100"]) == 0
+def test_whole_matrix(model: str, part: str) -> None:
+    assert main(["--matrix", "--model", model, "--phases", ",".join(PARTS[part])]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(("num_replicas", "num_streams"), [(2, 32), (4, 64)])
-def test_matrix_of_replicas(num_replicas: int, num_streams: int) -> None:
+def test_matrix_of_replicas(num_replicas: int, num_streams: int, part: str) -> None:
     """Processes of one replica die, also for good, or the API that all have in common."""
     arguments = ("--replicas", str(num_replicas), "--streams", str(num_streams))
-    faults = "worker,core,both,api,replica,lost"
-    assert main(["--matrix", *arguments, "--faults", faults]) == 0
+    cells = ("--faults", "worker,core,both,api,replica,lost", "--phases", ",".join(PARTS[part]))
+    assert main(["--matrix", *arguments, *cells]) == 0
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_matrix_of_ranks(dtype: str) -> None:
+def test_matrix_of_ranks(dtype: str, part: str) -> None:
     """Each rank of a model dies in each phase."""
     flags = ("--tensor-parallel-size", "2", "--num-threads", "1", "--standby-workers", "1")
-    arguments = ("--matrix", "--model", "demo", "--faults", "worker")
-    assert main([*arguments, "--", *flags, "--dtype", dtype]) == 0
+    cells = ("--faults", "worker", "--phases", ",".join(PARTS[part]))
+    assert main(["--matrix", "--model", "demo", *cells, "--", *flags, "--dtype", dtype]) == 0
 
 
 @pytest.mark.slow
