@@ -9,6 +9,7 @@ import re
 import types
 import typing
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
 import msgspec
@@ -117,8 +118,13 @@ class Setting(NamedTuple):
         return " and ".join(found)
 
 
-def all_settings() -> Iterator[Setting]:
+@cache
+def all_settings() -> tuple[Setting, ...]:
     """Return all settings, section by section."""
+    return tuple(_each_setting())
+
+
+def _each_setting() -> Iterator[Setting]:
     for section in msgspec.structs.fields(EngineConfig):
         hints = typing.get_type_hints(section.type, include_extras=True)
         for item in msgspec.structs.fields(section.type):
