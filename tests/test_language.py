@@ -49,7 +49,7 @@ FINE = (
 
 
 def compiled(phrases: str) -> re.Pattern[str]:
-    return re.compile(rf"(?<![a-z])({phrases})(?![a-z])".replace(" ", r"[\s#>_]+"), re.IGNORECASE)
+    return re.compile(rf"(?<![a-z])({phrases})(?![a-z])".replace(" ", r"[\s#>_]+"))
 
 
 def tracked() -> list[Path]:
@@ -65,7 +65,7 @@ def findings(paths: Iterable[Path]) -> Iterator[str]:
     banned = [(compiled(phrases), advice) for phrases, advice in BANNED.items()]
     any_banned = compiled("|".join(BANNED))
     for path in paths:
-        text = path.read_text()
+        text = path.read_text().lower()  # a search that ignores case takes three times as long
         if any_banned.search(text) is None:  # as in most files
             continue
         text = fine.sub(lambda match: re.sub(r"\S", ".", match.group()), text)
