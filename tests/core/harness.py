@@ -60,7 +60,7 @@ class Harness:
     def __init__(
         self,
         *,
-        blocks: int = 1024,
+        blocks: int = 256,
         seqs: int = 16,
         budget: int = 2048,
         caching: bool = False,

@@ -137,7 +137,7 @@ def test_after_the_loss_of_a_worker_all_is_computed_again_in_the_old_order(depth
 
     bench.lose_worker()
     check_invariants(bench.scheduler)
-    assert bench.num_free == 1023
+    assert bench.num_free == 255
     assert not bench.scheduler.in_flight
     assert bench.schedule() == {"a": 21, "b": 21}
     step = bench.sent[-1]

@@ -92,7 +92,7 @@ def test_without_the_option_nothing_is_recorded() -> None:
 
 def test_long_runs_are_few_events_for_any_number_of_groups() -> None:
     for groups in ((KVGroup(),), (KVGroup(), KVGroup(), KVGroup(window=40, max_blocks=300))):
-        bench = _bench(kv_groups=groups)
+        bench = _bench(blocks=1024, kv_groups=groups)
         bench.add("a", 128 * 16, 1)
         bench.step()
         events = bench.scheduler.kv.take_events()

@@ -19,7 +19,8 @@ from tests.combinations import in_turn
 from tests.core.fake_worker import FakeWorker
 
 CLIENT = b"client"
-FACTS = ModelFacts("fake", 100_000, 128, 16, 2000, [2])
+FACTS = ModelFacts("fake", 100_000, 128, 16, 200, [2])
+"""There is room for all requests; each step checks every block."""
 NUM_TOKENS = 12
 POISON = 9_999
 """The first token of prompts that kill."""

@@ -221,5 +221,5 @@ def test_the_statistics_have_the_share_of_blocks_that_requests_hold() -> None:
     assert stats.state_cache_usage == 0.25
     line = StatsLine(1.0, 0.0).render(stats, 1.0)
     assert line is not None
-    assert "KV cache usage: 0.7%, State cache usage: 25.0%, Prefix" in line
+    assert "KV cache usage: 2.7%, State cache usage: 25.0%, Prefix" in line
     assert scheduler_stats(Harness().scheduler).state_cache_usage is None

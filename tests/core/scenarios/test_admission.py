@@ -64,7 +64,7 @@ def test_a_hundred_requests_leave_no_state() -> None:
     assert bench.scheduler.running == []
     assert bench.queue == []
     assert bench.scheduler.schedule() is None
-    assert bench.num_free == 1023
+    assert bench.num_free == 255
     assert bench.worker.mirror == {}
 
 

@@ -20,10 +20,10 @@ def test_only_the_window_is_held() -> None:
     bench.add("a", 200, 20)
     assert bench.steps(6) == [{"a": n} for n in (64, 64, 64, 8, 1, 1)]
     assert _live(bench, "a") == [False] * 10 + [True] * 3
-    assert bench.num_free == 1023 - 3
+    assert bench.num_free == 255 - 3
     bench.run()
     assert bench.outputs["a"] == [PLAIN_TOKEN] * 20
-    assert bench.num_free == 1023
+    assert bench.num_free == 255
 
 
 def test_a_hit_needs_only_what_the_window_still_sees() -> None:
@@ -62,7 +62,7 @@ def test_all_groups_take_their_blocks_from_one_pool() -> None:
     bench.steps(6)
     assert _live(bench, "a", 0) == [True] * 13
     assert _live(bench, "a", 1) == [False] * 10 + [True] * 3
-    assert bench.num_free == 1023 - 16
+    assert bench.num_free == 255 - 16
     bench.run()
 
 

@@ -119,7 +119,7 @@ def test_sleep_gives_up_all_kv_and_resume_computes_it_again() -> None:
     bench.steps(2)
     bench.scheduler.sleep()
     assert bench.scheduler.pause_mode is PauseMode.PAUSED_ALL
-    assert bench.num_free == 1023
+    assert bench.num_free == 255
     assert bench.step() == {}
     assert bench.preempted == ["a"]
     assert bench.worker.mirror == {}
