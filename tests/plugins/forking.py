@@ -107,6 +107,7 @@ def _be_parent(arguments: Iterable[str], pipes: Sequence[_Pipes], pids_out: int)
         gc.disable()
         with _without_blas_threads(), _silent():
             _import_tests(arguments)
+            _read_constants()
         gc.collect()
         gc.freeze()
         gc.enable()
@@ -172,6 +173,15 @@ def _import_tests(arguments: Iterable[str]) -> None:
                 warnings.catch_warnings(action="error"),
             ):
                 importlib.import_module(name)
+
+
+def _read_constants() -> None:
+    """Let hypothesis read the constants of all modules, as each process would do by itself."""
+    if "hypothesis" in sys.modules:
+        with contextlib.suppress(ImportError):  # older versions read none
+            from hypothesis.internal.conjecture.providers import _get_local_constants
+
+            _get_local_constants()
 
 
 def _start(number: int, pipes: Sequence[_Pipes], _pids_out: int) -> int:
