@@ -11,6 +11,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from protocol.config.gpu_defaults import GPU_NODES
+from tests.paths import ROOT
 
 pytest_plugins = [
     "tests.plugins.file_order",
@@ -434,9 +435,30 @@ NAMES = {
 }
 
 
+UNKNOWN = pytest.StashKey[list[str]]()
+"""Those of `NAMES` that no test has, as far as the collected files show."""
+
+
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Add the marks before pytest selects by them."""
     for item in items:
         if item.nodeid in NAMES:
             item.add_marker(pytest.mark.slow)
+    # With such arguments not all tests of a file are collected.
+    is_part = config.getoption("lf", False) or any("::" in argument for argument in config.args)
+    config.stash[UNKNOWN] = [] if is_part else unknown_names({item.nodeid for item in items})
+
+
+def unknown_names(found: set[str]) -> list[str]:
+    """Return names without a test in the files of the tests that were found, or without a file."""
+
+    def file_of(name: str) -> str:
+        return name.partition("::")[0]
+
+    files = {file_of(name) for name in found}
+    return [
+        name
+        for name in sorted(NAMES - found)
+        if file_of(name) in files or not (ROOT / file_of(name)).exists()
+    ]
