@@ -70,7 +70,8 @@ class StopStrings(NamedTuple):
     strings: Sequence[str]
     include_in_output: bool
     min_tokens: int
-    """Number of output tokens before which no stop string ends the sequence."""
+    """Number of output tokens before which no stop string ends the sequence. One that begins in
+    these tokens may end it after them."""
 
 
 class OutputSequence:
@@ -181,13 +182,10 @@ class OutputSequence:
     def _filter(self, piece: str) -> str:
         """Return the part of `piece` that cannot become part of a stop string."""
         self._num_chars += len(piece)
-        if (
-            self._matcher is None
-            or not piece
-            or self.num_output_tokens <= self._stop_strings.min_tokens
-        ):
+        if self._matcher is None or not piece:
             return piece
-        return self._matcher.push(piece)
+        may_match = self.num_output_tokens > self._stop_strings.min_tokens
+        return self._matcher.push(piece, may_match=may_match)
 
     def _stop(
         self, output: RequestOutput, num_tokens: int, text: str, offsets: list[int], matched: str

@@ -16,10 +16,15 @@ class StopMatcher:
         self._include = include_in_output
         self._held = ""
 
-    def push(self, text: str) -> str:
-        """Add the next piece and return the text that can be shown. A match ends the input."""
+    def push(self, text: str, *, may_match: bool = True) -> str:
+        """Add the next piece and return the text that can be shown. A match ends the input.
+
+        Without `may_match`, stop strings that end in this piece are ignored; one that only begins
+        in it may match later.
+        """
         assert self.matched is None
-        end = min((pattern.push(text) for pattern in self._patterns), default=len(text) + 1)
+        ends = (pattern.push(text, may_match=may_match) for pattern in self._patterns)
+        end = min(ends, default=len(text) + 1)
         buffer = self._held + text
         if end <= len(text):
             self.matched = next(p.text for p in self._patterns if p.end == end)
@@ -52,7 +57,7 @@ class _Pattern:
         its suffix. The list grows with `num_matched`: a request may have 128 sequences with 64 long
         stop strings each, most of which never match more than a few characters."""
 
-    def push(self, piece: str) -> int:
+    def push(self, piece: str, *, may_match: bool) -> int:
         """Return the position in `piece` at which the stop string ends, or `len(piece) + 1`."""
         self.end = len(piece) + 1
         matched = self.num_matched
@@ -69,8 +74,10 @@ class _Pattern:
             if text[matched] == character:
                 matched += 1
                 if matched == len(text):
-                    self.end = i + 1
-                    return self.end
+                    if may_match:
+                        self.end = i + 1
+                        return self.end
+                    matched = self._fallback(matched)
         self.num_matched = matched
         return self.end
 
