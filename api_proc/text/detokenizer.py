@@ -55,10 +55,15 @@ class StreamDetokenizer:
         return "".join([self._step(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
+        """Return the text of the tokens that are held back.
+
+        If it changes text that was shown, as an invalid byte after other bytes does, it is that of
+        these tokens alone.
+        """
+        pending, self._pending = self._pending, []
         before = self._decoded(self._context)
-        after = self._decoded(self._context + self._pending)
-        self._pending = []
-        return after[len(before) :] if after.startswith(before) else ""
+        after = self._decoded(self._context + pending)
+        return after[len(before) :] if after.startswith(before) else self._decoded(pending)
 
     def _start(self, context: list[int]) -> None:
         """Prime the stream with whole characters: it would repeat a context that splits one."""

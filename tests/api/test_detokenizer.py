@@ -133,6 +133,23 @@ def test_byte_fallback_ends_within_a_character(byte_fallback: HfTokenizer) -> No
     assert text.endswith("\ufffd")
 
 
+@given(st.lists(st.sampled_from(["a", "p", "日", "🙂", "\udc80", "\udce6"]), max_size=12))
+@SHARED
+def test_invalid_bytes_lose_no_other_text(
+    byte_fallback: HfTokenizer, output: list[str]
+) -> None:
+    """A run of bytes with an invalid one is replaced as a whole, also what was shown of it."""
+    plain = {letter: ids_of(byte_fallback, letter)[1:] for letter in "ap"}
+    ids = [
+        token_id
+        for character in output
+        for token_id in plain.get(character)
+        or [1 + byte for byte in character.encode(errors="surrogateescape")]
+    ]
+    text = stream(byte_fallback, ids_of(byte_fallback, "b"), ids)
+    assert [i for i in output if i in plain] == [c for c in text if c.isascii()]
+
+
 def test_byte_fallback_prompt_ends_within_a_character(byte_fallback: HfTokenizer) -> None:
     text = "ab🙂c"
     ids = ids_of(byte_fallback, text)
