@@ -200,8 +200,7 @@ class Replay:
 
     def _apply(self, record: _AnyRecord) -> None:
         if isinstance(record, AcceptRecord):
-            if record.number not in self._requests:
-                self._requests[record.number] = ReplayedRequest(unpacked(record))
+            self._accept(unpacked(record))
         elif isinstance(record, RemoveRecord):
             self._requests.pop(record.number, None)
         elif isinstance(record, SentRecord):
@@ -218,6 +217,14 @@ class Replay:
             for row in record.rows:
                 if history := self._history(row.number, row.index):
                     history.add(row.output)  # even after its end: a snapshot repeats outputs
+
+    def _accept(self, accepted: AcceptRecord) -> None:
+        """Add a request, or take its present engine and place from a snapshot."""
+        request = self._requests.get(accepted.number)
+        if request is None:
+            self._requests[accepted.number] = ReplayedRequest(accepted)
+        else:
+            request.accepted = accepted
 
     def _mark_sent(self, number: int) -> None:
         if request := self._requests.get(number):

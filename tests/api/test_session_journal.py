@@ -22,6 +22,7 @@ from api_proc.resumption.session_log import Replay
 from api_proc.resumption.sessions import Session
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import ErrorCode
+from protocol.message import encode
 from protocol.sampling import SamplingParams
 from tests.api.fake_engine import FACTS
 from tests.api.session_server import OUTPUT_IDS, PATH, RAW, Server, play, read, submit_all, until
@@ -421,6 +422,20 @@ async def test_engine_that_continues_a_request_is_known_after_a_restart(
         assert history.resumed_inexactly
         [add] = server.client.requests
         assert add.fingerprint == "second"
+    server.sessions.close()
+
+
+@play
+async def test_the_engine_is_known_from_a_snapshot_that_was_cut_short(tmp_path: Path) -> None:
+    """Then the segment before it is read as well, in which the request has another engine."""
+    server = await paused_server(tmp_path)
+    session, replay = await server.accept("r"), Replay()
+    for fingerprint in ("first", "second"):
+        session.histories[0].rebind(fingerprint, is_exact=True)
+        for record in session.records():
+            replay.apply(encode(record))
+    [request] = replay.open_requests()
+    assert request.accepted.adds[0].fingerprint == "second"
     server.sessions.close()
 
 
