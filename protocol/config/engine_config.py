@@ -30,7 +30,8 @@ from protocol.config.generation_overrides import GenerationOverrides
 DEFAULT_MAMBA_BLOCK_SIZE = 512
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
-Weight = Annotated[float, Meta(gt=0.0, le=1e6)]
+Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
+"""Shares are lines of virtual time, floats of which one token of the lowest weight takes 1e6."""
 PathText = Annotated[str, Meta(min_length=1, max_length=4096, extra={"metavar": "PATH"})]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 LoraText = Annotated[str, Meta(min_length=1, max_length=8192, extra={"metavar": "NAME=PATH"})]
@@ -215,8 +216,8 @@ class SchedulerConfig(Section):
     """Order of admission: fcfs, priority (lower first), shortest (fewest tokens to compute, with
     ageing) or fair (tenants share by tenant_weights)."""
     tenant_weights: Annotated[dict[TenantName, Weight], Meta(max_length=1024)] = {}
-    """Shares of tenants under the fair policy, like gold=4,free=1 (in YAML a mapping); 1 for
-    tenants that are not named."""
+    """Shares of tenants under the fair policy, like gold=4,free=1 (in YAML a mapping), 1e-6 to 1e6
+    each; 1 for tenants that are not named."""
     preempt_for_priority: bool = False
     """Under the priority policy, preempt running requests for waiting ones that are more
     important."""

@@ -1,11 +1,14 @@
 """The policies beyond arrival and priority, and the options that choose the victim."""
 
+from typing import get_args
+
 import pytest
 
 from core_proc.options import SchedulerOptions
 from core_proc.policy import Fair, ShortestPrefill
 from core_proc.request import Request
 from core_proc.scheduling.victims import VictimChoice
+from protocol.config.engine_config import Weight
 from protocol.sampling import SamplingParams
 from tests.core.harness import Harness
 
@@ -65,6 +68,19 @@ def test_tenants_share_tokens_equally_however_large_their_requests_are() -> None
 
 def test_weights_set_the_shares() -> None:
     bench = _tenants({"gold": 3.0}, {"gold": 50, "free": 50})
+    assert _share(bench, 3000)["gold"] == pytest.approx(0.75, abs=0.04)
+
+
+def test_weights_set_the_shares_after_requests_of_the_lowest_weight() -> None:
+    """These advance virtual time by far, which must still have room for a single token."""
+    lowest: float = get_args(Weight)[1].ge
+    bench = Harness(seqs=1, policy="fair", tenant_weights={"lowest": lowest, "gold": 3.0})
+    for index in range(20):
+        bench.add(f"lowest{index}", 1000, 1, tenant="lowest")
+    bench.run()
+    for tenant in ("gold", "free"):
+        for index in range(60):
+            bench.add(f"{tenant}{index}", 50, 1, tenant=tenant)
     assert _share(bench, 3000)["gold"] == pytest.approx(0.75, abs=0.04)
 
 

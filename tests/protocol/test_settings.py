@@ -173,7 +173,7 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ({"tenant_weights": "gold=4"}, "needs scheduling_policy fair"),
         ({"tenant_weights": "gold"}, "^tenant_weights.*'gold' is not name=value"),
         ({"tenant_weights": "gold=1,gold=2"}, "^tenant_weights.*'gold=2' comes twice"),
-        ({"tenant_weights": "gold=0"}, "^tenant_weights.*> 0"),
+        ({"tenant_weights": "gold=0"}, "^tenant_weights.*>= 1e-06"),
         ({"tenant_weights": {"gold": "4"}}, "^tenant_weights.*must be a number"),
         ({"tenant_weights": "x" * 257 + "=1"}, "^tenant_weights.*<= 256"),
         ({"swap_space_bytes": -1}, "^swap_space_bytes.*>= 0"),
