@@ -12,6 +12,8 @@ import pytest
 from httpx._transports import default as transports
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
+from api_proc.text import processor
+from api_proc.text.chat_template import ChatTemplate
 from protocol.config.settings import configure
 from tests.api.fake_engine import FakeClient, LiveServer
 
@@ -33,6 +35,24 @@ def _one_ssl_context() -> Iterator[None]:
     """Read the web's authorities once: each client of httpx would take 20 ms to do it."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(transports, "create_ssl_context", cache(transports.create_ssl_context))
+        yield
+
+
+@pytest.fixture(scope="package", autouse=True)
+def _one_null_template() -> Iterator[None]:
+    """Compile the null model's template once: nearly each server would take milliseconds to do it."""
+
+    @cache
+    def null_template() -> ChatTemplate:
+        return ChatTemplate(processor._NULL_CHAT_TEMPLATE, {})
+
+    def make(source: str, special_tokens: dict[str, str]) -> ChatTemplate:
+        if source is processor._NULL_CHAT_TEMPLATE:
+            return null_template()
+        return ChatTemplate(source, special_tokens)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(processor, "ChatTemplate", make)
         yield
 
 

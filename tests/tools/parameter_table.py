@@ -5,6 +5,7 @@ test compares it with the file, and another sends each parameter.
 """
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 
 import msgspec
 from msgspec import inspect
@@ -99,6 +100,7 @@ def is_refused(field: inspect.Field) -> bool:
     return any(isinstance(kind, inspect.RawType) for kind in kinds)
 
 
+@cache
 def fields_of(struct: type[msgspec.Struct]) -> dict[str, inspect.Field]:
     info = inspect.type_info(struct)
     assert isinstance(info, inspect.StructType)
