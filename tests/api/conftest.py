@@ -40,7 +40,7 @@ def _one_ssl_context() -> Iterator[None]:
 
 @pytest.fixture(scope="package", autouse=True)
 def _one_null_template() -> Iterator[None]:
-    """Compile the null model's template once: nearly each server would take milliseconds to do it."""
+    """Compile the null model's template once: each server would take milliseconds to do it."""
 
     @cache
     def null_template() -> ChatTemplate:

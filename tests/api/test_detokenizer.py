@@ -135,9 +135,7 @@ def test_byte_fallback_ends_within_a_character(byte_fallback: HfTokenizer) -> No
 
 @given(st.lists(st.sampled_from(["a", "p", "日", "🙂", "\udc80", "\udce6"]), max_size=12))
 @SHARED
-def test_invalid_bytes_lose_no_other_text(
-    byte_fallback: HfTokenizer, output: list[str]
-) -> None:
+def test_invalid_bytes_lose_no_other_text(byte_fallback: HfTokenizer, output: list[str]) -> None:
     """A run of bytes with an invalid one is replaced as a whole, also what was shown of it."""
     plain = {letter: ids_of(byte_fallback, letter)[1:] for letter in "ap"}
     ids = [
