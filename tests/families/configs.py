@@ -1,6 +1,7 @@
 """A small configuration for each model type of transformers that is served."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -263,9 +264,14 @@ SINCE_5_24 = (
 """Further types, which transformers 5.23 lacks."""
 
 
-def small_config(model_type: str) -> PretrainedConfig:
+WITHOUT_SHARED_EXPERTS = ("dots1", "glm4_moe", "solar_open")
+"""Types of mixtures that are served without shared experts, too."""
+
+
+def small_config(model_type: str, **changes: Any) -> PretrainedConfig:
     """Return a configuration with two layers, or one for each type of layer that it has."""
-    config = _small(CONFIG_MAPPING[model_type](), _OTHER.get(model_type, {}), is_text=True)
+    others = _OTHER.get(model_type, {}) | changes
+    config = _small(CONFIG_MAPPING[model_type](), others, is_text=True)
     for key, value in _AROUND_TEXT.get(model_type, {}).items():
         setattr(config, key, value)
     return config
@@ -345,6 +351,10 @@ FAMILIES: Mapping[str, Callable[[], PretrainedConfig]] = {
     **{
         name: lambda name=name: small_config(name)  # type: ignore[misc]
         for name in (*TYPES, *(one for one in SINCE_5_24 if one in CONFIG_MAPPING))
+    },
+    **{
+        f"{name}_routed_only": partial(small_config, name, n_shared_experts=0)
+        for name in WITHOUT_SHARED_EXPERTS
     },
 }
 """A configuration for each family, by its name: a model type, or a variant of one."""

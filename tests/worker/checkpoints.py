@@ -320,6 +320,8 @@ def build_checkpoint(
     model = auto_class(config).from_config(config, dtype=torch.float32).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
+            if parameter.numel() == 0:
+                continue  # for example without shared experts
             if parameter.dim() > 1:
                 spread = 1.0 if "embed" in name or "wte" in name else parameter.shape[-1] ** -0.5
                 parameter.normal_(0.0, 1.5 * spread)
