@@ -10,7 +10,7 @@ import msgspec
 from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
 from protocol.sampling import CONTENT_RULE, JSON_WHITESPACE, Grammar, GrammarKind
-from worker_proc.grammar.errors import GrammarError, in_words
+from worker_proc.grammar.errors import NO_TOKEN, GrammarError, in_words
 from worker_proc.grammar.vocabulary import Tokens, Vocabulary, load_tokens
 
 if TYPE_CHECKING:  # imported on use: most workers never receive a grammar
@@ -153,7 +153,9 @@ class GrammarCompiler:
                 break
             matcher.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
         if matcher.is_error():
-            text = f"it needs too much work for one token: {in_words(matcher.get_error())}"
+            reason = in_words(matcher.get_error(), has_begun=True)
+            is_limit = not matcher.get_error().startswith(NO_TOKEN)
+            text = f"it needs too much work for one token: {reason}" if is_limit else reason
             raise GrammarError(text[:MAX_TEXT])
 
     def matcher(self, grammar: Grammar) -> "llguidance.LLMatcher":

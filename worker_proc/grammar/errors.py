@@ -2,6 +2,8 @@
 
 import re
 
+NO_TOKEN = "NoExtensionBias"
+"""The beginning of llguidance's error where no token may follow."""
 _SCHEMA_ERROR = "failed to compile JSON schema: "
 _REGEX_REPORT = re.compile(
     r'(?:invalid regex ".*" \(in [^)]*\): )?regex parse error:\n {4}(?P<regex>.*)\n'
@@ -21,13 +23,15 @@ class GrammarError(ValueError):
     """A grammar that cannot be compiled; the message is for its author."""
 
 
-def in_words(error: str) -> str:
+def in_words(error: str, *, has_begun: bool = False) -> str:
     """Explain llguidance's terse errors, and remove source lines that the request does not have.
 
-    A schema or a regular expression may be part of a grammar of the server, for example after
-    reasoning.
+    `has_begun`: tokens have matched the grammar before. A schema or a regular expression may be
+    part of a grammar of the server, for example after reasoning.
     """
-    if error.startswith("NoExtensionBias"):
+    if error.startswith(NO_TOKEN):
+        if has_begun:
+            return "the model has no token for what the grammar demands next"
         return "nothing matches the grammar: it is empty, or refers to itself without an end"
     report = _REGEX_REPORT.search(error)
     if report is not None:

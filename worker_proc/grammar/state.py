@@ -62,7 +62,9 @@ class GrammarState:
     def note_error(self) -> None:
         """Copy an error of the matcher, which may exceed its limits at any token."""
         if self.matcher is not None and self.matcher.is_error():
-            self.error = in_words(self.matcher.get_error()) or "the grammar has failed"
+            self.error = (
+                in_words(self.matcher.get_error(), has_begun=True) or "the grammar has failed"
+            )
 
     def masks(self, draft_token_ids: list[int]) -> list[bytes]:
         """Return the allowed tokens, one bit each: after the outputs and after each right draft."""
