@@ -1,4 +1,4 @@
-"""The installed command: `troika serve`, `agent`, `run-batch`, `status`, `restart` and `keys`."""
+"""The installed command `troika`: `serve`, `agent`, `run-batch`, `bench`, `status` and others."""
 
 import difflib
 import importlib
@@ -11,6 +11,7 @@ _MODULES = {
     "serve": "supervisor.command",
     "agent": "agent",
     "run-batch": "batch.command",
+    "bench": "bench.__main__",
     "status": "status",
     "restart": "restart",
     "keys": "keys",
@@ -22,6 +23,7 @@ _USAGE = """usage: troika serve [MODEL] [flags]   start an engine; --help shows 
                                       run an engine here for one on another machine
        troika run-batch IN OUT [flags]
                                       answer a file of requests in OpenAI's batch format
+       troika bench COMMAND [flags]   measure an engine, alone or beside other servers
        troika status [flags]          show the processes of a running engine
        troika restart ROLE [flags]    replace the api, core or worker of a running engine
        troika keys DIR NAME...        make keys for engines and clients on several machines

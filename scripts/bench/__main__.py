@@ -1,4 +1,4 @@
-"""Benchmarks: `python -m scripts.bench COMMAND [flags] [-- flags of the engine]`.
+"""Benchmarks: `troika bench COMMAND [flags] [-- flags of the engine]`.
 
 offline    W1 to W3 through the embedded client
 serving    W1 to W4 and W6 over HTTP, also for peers
@@ -39,6 +39,7 @@ from scripts.bench.commands import (
 from scripts.bench.peers import http_url, named_url
 from scripts.bench.workloads import DEFAULT_OFFLINE, OFFLINE
 
+PROGRAM = "python -m scripts.bench"
 RUNS: dict[str, Callable[[argparse.Namespace, report.Record], None]] = {
     "offline": offline.run,
     "serving": serving.run,
@@ -258,10 +259,10 @@ _FLAGS: dict[str, Callable[[argparse.ArgumentParser], None]] = {
 }
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser(program: str = PROGRAM) -> argparse.ArgumentParser:
     """Return the parser of everything before `--`."""
     parser = OneLineParser(
-        "python -m scripts.bench",
+        program,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -272,13 +273,23 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, program: str = PROGRAM) -> int:
     """Run a command. Returns 0, 1 if nothing could be measured, or 2 for wrong arguments."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    # As after an interrupt, the engine that was started ends too.
+    previous = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    try:
+        return _run(list(sys.argv[1:] if argv is None else argv), program)
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _run(argv: list[str], program: str) -> int:
     if argv[:1] == ["scheduler"]:
-        return scheduler.main(argv[1:])
+        return scheduler.main(argv[1:], f"{program} scheduler")
     place = argv.index("--") if "--" in argv else len(argv)
-    parser = make_parser()
+    parser = make_parser(program)
     arguments = parser.parse_args(argv[:place])
     arguments.engine_flags = argv[place + 1 :]
     if arguments.engine_flags and (
@@ -289,12 +300,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command == "table":
             print("\n\n".join(report.table(report.load(path)) for path in arguments.files))
         else:
-            _measure(arguments, argv)
+            _measure(arguments, [*program.split(), *argv])
     except (BenchError, OSError) as error:
         print(f"troika: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        return 130
     return 0
 
 
@@ -302,13 +311,13 @@ def _base(arguments: argparse.Namespace) -> str | None:
     return getattr(arguments, "base", None)
 
 
-def _measure(arguments: argparse.Namespace, argv: Sequence[str]) -> None:
+def _measure(arguments: argparse.Namespace, command: list[str]) -> None:
     if arguments.plot is not None:
         plots.require_matplotlib()
     settings = {name: _plain(value) for name, value in vars(arguments).items()}
     record = report.Record(
         benchmark=arguments.command,
-        command=["python", "-m", "scripts.bench", *argv],
+        command=command,
         machine=machine.describe(),
         settings=settings,
     )
@@ -326,6 +335,4 @@ def _plain(value: object) -> object:
 
 
 if __name__ == "__main__":
-    # As after an interrupt, the engine that was started ends too.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -172,6 +172,19 @@ def test_a_wrong_command_is_refused_in_one_line(
     assert text.count("\n") == 1
 
 
+def test_the_installed_command_measures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("sys.argv", ["troika", "bench", "table", str(tmp_path / "missing.json")])
+    assert cli.main() == 1
+    assert capsys.readouterr().err.startswith("troika: ")
+    for argv in (["--help"], ["scheduler", "--help"]):
+        monkeypatch.setattr("sys.argv", ["troika", "bench", *argv])
+        with pytest.raises(SystemExit):
+            cli.main()
+        assert capsys.readouterr().out.startswith(f"usage: troika bench {' '.join(argv[:-1])}")
+
+
 def test_a_flag_that_is_on_is_shown_with_both_its_forms(capsys: pytest.CaptureFixture[str]) -> None:
     page = output(capsys, "--help=enable_pag")
     assert page.startswith("  --[no-]enable-page")

@@ -133,10 +133,12 @@ def table(report: Report) -> str:
     )
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(
+    argv: Sequence[str] | None = None, program: str = "python -m scripts.bench scheduler"
+) -> int:
     """Measure and print; returns the exit status."""
     plan = Plan()
-    parser = argparse.ArgumentParser(prog="python -m scripts.bench scheduler", description=__doc__)
+    parser = argparse.ArgumentParser(prog=program, description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     for name, default in msgspec.structs.asdict(plan).items():
         flag = f"--{name.replace('_', '-')}"
