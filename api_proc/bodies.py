@@ -288,6 +288,7 @@ class ChatBody(SamplingBody, kw_only=True):
     audio: Unsupported = UNSET
     prediction: Unsupported = UNSET
     web_search_options: Unsupported = UNSET
+    moderation: Unsupported = UNSET
 
     @property
     def num_top_logprobs(self) -> int | None:
@@ -305,8 +306,8 @@ class ChatBody(SamplingBody, kw_only=True):
         is_thinking = self.enable_thinking
         if self.reasoning_effort is not None:
             variables["reasoning_effort"] = self.reasoning_effort
-            if is_thinking is None and self.reasoning_effort == "none":
-                is_thinking = False
+            if is_thinking is None:
+                is_thinking = self.reasoning_effort != "none"
         if is_thinking is not None:
             variables |= {"enable_thinking": is_thinking, "thinking": is_thinking}
         return variables | (self.chat_template_kwargs or {})

@@ -101,12 +101,17 @@ def room_for_output(facts: ModelFacts, num_prompt_tokens: int) -> int:
     return num_slots + 1 - num_prompt_tokens  # the last token needs no slot
 
 
-def resolve_max_tokens(body: SamplingBody, facts: ModelFacts, num_prompt_tokens: int) -> int:
-    """Return the bound on output tokens; by default all that fit, or the route's default."""
+def resolve_max_tokens(
+    body: SamplingBody, defaults: SamplingDefaults, facts: ModelFacts, num_prompt_tokens: int
+) -> int:
+    """Return the bound on output tokens.
+
+    By default it is the route's own, that of the checkpoint or the settings, or all that fit.
+    """
     param, asked = body.output_limit
     if asked is None:
-        room = max(1, room_for_output(facts, num_prompt_tokens))
-        default = body.default_max_tokens
+        room = defaults.bounded(max(1, room_for_output(facts, num_prompt_tokens)))
+        default = body.default_max_tokens or defaults.max_new_tokens
         return room if default is None else min(default, room)
     total = num_prompt_tokens + asked
     if total > facts.max_model_len:
@@ -115,7 +120,8 @@ def resolve_max_tokens(body: SamplingBody, facts: ModelFacts, num_prompt_tokens:
             f"{num_prompt_tokens} in the prompt and {asked} for the output"
         )
         raise invalid(param, message, ErrorCode.TOO_LONG)
-    return max(1, asked)  # the engine samples a token where only the prompt is asked for
+    # The engine samples a token where only the prompt is asked for.
+    return defaults.bounded(max(1, asked))
 
 
 def truncated_length(body: SamplingBody, facts: ModelFacts) -> int | None:

@@ -58,16 +58,29 @@ FOREIGN = {
     "watermarking": "",
 }
 """Other servers' names for what constrains or stops the output, with this server's name for it."""
+FOREIGN_POOLED = FOREIGN | {
+    "embed_dtype": "encoding_format",
+    "endianness": "encoding_format",
+    "max_tokens_per_doc": "truncate_prompt_tokens",
+    "max_tokens_per_query": "truncate_prompt_tokens",
+    "padding": "",
+}
+"""The same for the routes of embeddings, scores and labels."""
 _NEUTRAL = {
-    "echo": b"false",
-    "truncation_side": b'"left"',
-    "watermarking": b"false",
+    "echo": (b"false",),
+    "embed_dtype": (b'"float32"',),
+    "endianness": (b'"native"', b'"little"'),
+    "max_tokens_per_doc": (b"0",),
+    "max_tokens_per_query": (b"0",),
+    "padding": (b'"do_not_pad"',),
+    "truncation_side": (b'"left"',),
+    "watermarking": (b"false",),
 }
 """Values that ask for what this server does anyway."""
 WITHOUT_EFFECT = frozenset(
     {
         *("metadata", "store", "service_tier", "safety_identifier"),
-        *("prompt_cache_key", "prompt_cache_retention"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     }
 )
 """OpenAI's names for what concerns its own service only."""
@@ -117,6 +130,6 @@ def refuse_foreign(raw: bytes, names: list[str], foreign: Mapping[str, str]) -> 
         return
     values = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
     for name in found:
-        if bytes(values[name]).strip() not in {b"null", _NEUTRAL.get(name)}:
+        if bytes(values[name]).strip() not in (b"null", *_NEUTRAL.get(name, ())):
             hint = f"; use {foreign[name]}" if foreign[name] else ""
             raise unsupported(name, f"is not supported{hint}")

@@ -69,7 +69,7 @@ class MessageReply:
     ) -> None:
         self._id = f"msg_{generation.request_id}"
         self._model = state.shown_model(body.model)
-        self._token_limit = body.token_limit
+        self._token_limit = state.text.defaults.bounded(body.token_limit or 0)
         self._sequences = generation.sequences
         self._blocks = _OpenBlocks(signature=self._id)
         self._deltas: list[Delta] = []
@@ -162,7 +162,7 @@ class MessageReply:
 
     def _stop_reason(self, sequence: OutputSequence, delta: Delta) -> tuple[StopReason, str | None]:
         if delta.finish_reason == FinishReason.LENGTH:
-            if sequence.num_output_tokens < (self._token_limit or 0):
+            if sequence.num_output_tokens < self._token_limit:
                 return "model_context_window_exceeded", None
             return "max_tokens", None
         if isinstance(delta.stop_reason, str):

@@ -110,6 +110,11 @@ def check_chat_prompt(messages: list[ChatMessage], kwargs: dict[str, Any] | None
             if getattr(part, name) is None:
                 raise invalid(f"{where}.{name}", "the field is missing")
     check_arguments(messages)
+    check_template_kwargs(kwargs)
+
+
+def check_template_kwargs(kwargs: dict[str, Any] | None) -> None:
+    """Reject template variables that the server sets."""
     for name in RESERVED_TEMPLATE_NAMES.intersection(kwargs or {}):
         raise invalid(f"chat_template_kwargs.{name}", "is set by the server", "not_allowed")
 

@@ -203,7 +203,7 @@ class GenerationApi(Generic[Body]):
             params = sampling_params(
                 body,
                 state.text.defaults,
-                max_tokens=resolve_max_tokens(body, facts, len(token_ids)),
+                max_tokens=resolve_max_tokens(body, state.text.defaults, facts, len(token_ids)),
                 seed=state.draw_seed() if body.seed is None else body.seed,
                 vocab_size=facts.vocab_size,
                 bad_words=bad_words,

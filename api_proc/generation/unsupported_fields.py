@@ -17,6 +17,7 @@ _INSTEAD = {
     "function_call": "use tool_choice, and tool_calls in a message",
     "functions": "use tools",
     "logits_processors": "use logit_bias, allowed_token_ids, bad_words or structured_outputs",
+    "previous_input_messages": "write them into input",
     "prompt": "write its text into instructions and input",
     "suffix": "write the model's own markers for a gap into prompt",
 }

@@ -31,6 +31,8 @@ _MAX_PATH = 200
 _DISCONNECTED = 499
 """nginx's status for a client that left before the response."""
 _PROBES = OPEN_PATHS | {"/metrics", "/debug/engine"}
+"""Routes that are asked for again and again. Of those in `OPEN_PATHS` changes of the status are
+logged; the others may be refused to one client and answered to another one."""
 
 
 class GenerationRecord(NamedTuple):
@@ -79,6 +81,8 @@ class AccessLogger:
         self._second = 0
         self._clock = ""
         self._num_in_second = self._num_skipped = self._num_dropped = 0
+        self._probed: dict[str, int] = {}
+        """The last status of each probe."""
         self._lines: list[str] = []
         self._timer: asyncio.TimerHandle | None = None
         self._writing = threading.Lock()
@@ -89,7 +93,12 @@ class AccessLogger:
             self._begin_second(int(now))
         if self._is_all:
             return True
-        if status == 200 and path in _PROBES:
+        if path in OPEN_PATHS:
+            last = self._probed.get(path, 200)
+            self._probed[path] = status
+            if status == last:
+                return False
+        elif status == 200 and path in _PROBES:
             return False
         self._num_in_second += 1
         excess = self._num_in_second - NUM_EACH_SECOND

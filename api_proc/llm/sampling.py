@@ -118,7 +118,9 @@ def with_defaults(defaults: SamplingDefaults) -> SamplingParams:
     """Return the parameters of a prompt without any: those of the checkpoint."""
     values = msgspec.structs.asdict(defaults)
     del values["suppress_tokens"]  # `resolved` bans them, whatever the parameters
-    return SamplingParams(**values)
+    del values["max_tokens_limit"]  # it is for requests of others
+    max_tokens = values.pop("max_new_tokens")
+    return SamplingParams(**values, **({} if max_tokens is None else {"max_tokens": max_tokens}))
 
 
 def resolved(

@@ -5,7 +5,7 @@ A body is translated into that of a completion, whose path it takes. Errors are 
 
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -73,6 +73,9 @@ class GenerateBody(msgspec.Struct, kw_only=True):
     user: Tenant | None = None
     timeout: Timeout | None = None
     features: Unsupported = UNSET
+    output_mode: Literal["tokens"] | None = None
+    reasoning_ended: Unsupported = UNSET
+    reasoning_parser_kwargs: Unsupported = UNSET
 
 
 class TokensCompletion(CompletionBody, kw_only=True):

@@ -47,6 +47,8 @@ class EmbeddingBody(PooledBody, kw_only=True):
     dimensions: Annotated[int, Meta(ge=1, le=MAX_EMBEDDING_SIZE)] | None = None
     pooling: PoolingType | None = None
     normalize: bool | None = None
+    use_activation: bool | None = None
+    """vLLM's name for `normalize`."""
     add_special_tokens: bool | None = None
     prompt_name: PromptName | None = None
     """Name of one of the checkpoint's prompts, whose text is prepended to each input."""
@@ -116,7 +118,8 @@ def _pooling(state: ApiState, body: EmbeddingBody, facts: ModelFacts) -> Pooling
         if config.dimensions and dimensions not in config.dimensions:
             known = ", ".join(map(str, config.dimensions))
             raise invalid("dimensions", f"the model was trained with {known}")
-    normalize = config.modules.normalize if body.normalize is None else body.normalize
+    asked = body.use_activation if body.normalize is None else body.normalize
+    normalize = config.modules.normalize if asked is None else asked
     return Pooling(body.pooling or facts.default_pooling, dimensions, normalize)
 
 

@@ -16,6 +16,7 @@ from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.http.open_requests import Slot
 from api_proc.state import ApiState
+from api_proc.unknown_fields import FOREIGN_POOLED
 from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
@@ -105,7 +106,7 @@ async def decoded_in_slices(
     with Turn(state.large_requests) as turn:
         body, unknown = await decode.in_slices(raw, turn)
         connection.lease.reserve_values(turn.num_values)
-        connection.headers += state.unknown_fields.check(raw, unknown)
+        connection.headers += state.unknown_fields.check(raw, unknown, FOREIGN_POOLED)
         del raw
         yield body, facts, turn
 

@@ -12,7 +12,8 @@ import msgspec
 from msgspec import Meta
 
 from api_proc.bodies import MAX_PROMPTS, PromptText
-from api_proc.errors import ApiError, invalid
+from api_proc.errors import ApiError, invalid, unsupported
+from api_proc.generation.messages import check_template_kwargs
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.pooling.pooled import (
@@ -51,6 +52,16 @@ class ScoringBody(PooledBody, kw_only=True):
 
     use_activation: bool | None = None
     """False: return the raw scores of the classification head."""
+    instruction: str | None = None
+    """vLLM's short form of `chat_template_kwargs`: a variable of the chat template."""
+    chat_template_kwargs: dict[str, Any] | None = None
+    """Variables of the chat template of the settings, with which pairs are rendered."""
+
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Variables of the chat template."""
+        given = {} if self.instruction is None else {"instruction": self.instruction}
+        return given | (self.chat_template_kwargs or {})
 
 
 class ScoreBody(ScoringBody, kw_only=True):
@@ -197,6 +208,7 @@ async def _score(
     body = pairs.body
     adapter = state.require_model(body.model)
     _check(facts)
+    _check_variables(state, body, facts)
     num_texts = len(pairs.second) if facts.num_labels else len(pairs.first) + len(pairs.second)
     connection.lease.reserve(num_texts * (_BYTES_PER_SCORE + facts.embedding_size * 4))
     await turn.rest()
@@ -227,6 +239,16 @@ def _check(facts: ModelFacts) -> None:
         raise ApiError(400, message, code="unsupported_model")
 
 
+def _check_variables(state: ApiState, body: ScoringBody, facts: ModelFacts) -> None:
+    """Reject variables of the chat template if no template renders the pairs."""
+    check_template_kwargs(body.chat_template_kwargs)
+    if facts.num_labels and state.config.model.chat_template is not None:
+        return
+    for name in ("instruction", "chat_template_kwargs"):
+        if getattr(body, name):
+            raise unsupported(name, "is not supported: --chat-template names no template of pairs")
+
+
 async def _cosines(vectors: list[bytes], num_first: int) -> list[float]:
     """Return the cosine of each pair of unit vectors; other requests get a turn after each."""
     first, second = vectors[:num_first], vectors[num_first:]
@@ -252,7 +274,8 @@ async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[P
     first = pairs.first * len(pairs.second) if len(pairs.first) == 1 else pairs.first
     both = list(zip(first, pairs.second, strict=True))
     if state.config.model.chat_template is not None:
-        return [PooledPrompt(await _templated(state, *pair, options, param)) for pair in both]
+        extra = pairs.body.template_variables
+        return [PooledPrompt(await _templated(state, pair, options, extra, param)) for pair in both]
     if not label_config(state.config.model).has_separator:
         texts = [one + two for one, two in both]
         return [PooledPrompt(ids) for ids in await state.text.encode(texts, options, param=param)]
@@ -261,13 +284,18 @@ async def _tokenize(state: ApiState, pairs: _Pairs, facts: ModelFacts) -> list[P
 
 
 async def _templated(
-    state: ApiState, query: str, document: str, options: EncodeOptions, param: str
+    state: ApiState,
+    pair: tuple[str, str],
+    options: EncodeOptions,
+    extra: dict[str, Any],
+    param: str,
 ) -> list[int]:
     """Return the ids of a pair, rendered with the configured chat template.
 
-    `param` is the field to name if there are too many.
+    `extra` are variables of the template; `param` is the field to name if there are too many ids.
     """
+    query, document = pair
     messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
     return await state.text.encode_chat(
-        messages, options, add_generation_prompt=False, extra=None, param=param
+        messages, options, add_generation_prompt=False, extra=extra, param=param
     )

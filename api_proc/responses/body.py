@@ -114,6 +114,7 @@ class ResponsesBody(CommonBody, kw_only=True):
     prompt: Unsupported = UNSET
     context_management: Unsupported = UNSET
     moderation: Unsupported = UNSET
+    previous_input_messages: Unsupported = UNSET
     # As in chats.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None

@@ -10,6 +10,7 @@ import msgspec
 from protocol.config import ConfigError, ModelConfig
 from protocol.config.field_errors import read_field_error
 from protocol.sampling import (
+    MaxTokens,
     MinP,
     RepetitionPenalty,
     SuppressedTokens,
@@ -31,8 +32,18 @@ class SamplingDefaults(msgspec.Struct, frozen=True):
     top_k: TopK = 0
     min_p: MinP = 0.0
     repetition_penalty: RepetitionPenalty = 1.0
+    max_new_tokens: MaxTokens | None = None
+    """Bound on the output of a request without one; None: as many tokens as fit."""
     suppress_tokens: SuppressedTokens = []
     """Tokens that are never sampled, unless a request states which ones may be."""
+    max_tokens_limit: MaxTokens | None = None
+    """Bound on the output of every HTTP request, from the settings alone."""
+
+    def bounded(self, max_tokens: int) -> int:
+        """Return the bound on the output of an HTTP request that asks for this one."""
+        if self.max_tokens_limit is None:
+            return max_tokens
+        return min(max_tokens, self.max_tokens_limit)
 
     def suppressed(self, vocab_size: int, allowed: list[int] | None) -> list[int]:
         """Return the tokens that are never sampled in a request with these allowed tokens."""
@@ -77,14 +88,15 @@ def sampling_defaults(model: ModelConfig) -> SamplingDefaults:
         return found
     given = msgspec.structs.asdict(model.override_generation_config)
     values = {name: value for name, value in given.items() if value is not None}
-    return msgspec.structs.replace(found, **values)
+    limit = values.get("max_new_tokens")
+    return msgspec.structs.replace(found, **values, max_tokens_limit=limit)
 
 
 def _checkpoint_defaults(directory: Path) -> SamplingDefaults:
     config = read_json(directory / "generation_config.json")
     values = {}
     for item in msgspec.structs.fields(SamplingDefaults):
-        value = config.get(item.name)
+        value = None if item.name == "max_tokens_limit" else config.get(item.name)
         if value is None:
             continue
         try:

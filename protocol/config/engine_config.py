@@ -97,7 +97,8 @@ class ModelConfig(Section):
     generation_config.json. vllm: vLLM's, such as the temperature 1."""
     override_generation_config: Overrides | None = None
     """Sampling parameters of requests that have none, before those of generation_config, as
-    {"temperature": 0.6, "top_k": 20}: also top_p, min_p and repetition_penalty."""
+    {"temperature": 0.6, "top_k": 20}: also top_p, min_p, repetition_penalty and max_new_tokens,
+    which also bounds the output of requests that ask for more."""
     tool_call_parser: Annotated[str, Meta(min_length=1)] = "auto"
     """Format in which the model writes tool calls, by vLLM's names. auto: detected from the chat
     template. off: calls remain text, and requests with tools are refused."""

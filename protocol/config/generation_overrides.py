@@ -2,7 +2,7 @@
 
 import msgspec
 
-from protocol.sampling import MinP, RepetitionPenalty, Temperature, TopK, TopP
+from protocol.sampling import MaxTokens, MinP, RepetitionPenalty, Temperature, TopK, TopP
 
 
 class GenerationOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -13,3 +13,5 @@ class GenerationOverrides(msgspec.Struct, frozen=True, forbid_unknown_fields=Tru
     top_k: TopK | None = None
     min_p: MinP | None = None
     repetition_penalty: RepetitionPenalty | None = None
+    max_new_tokens: MaxTokens | None = None
+    """Also a bound for HTTP requests that have a greater one, as in vLLM."""

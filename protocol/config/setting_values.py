@@ -1,5 +1,6 @@
 """Reads the values of settings: text becomes the field's type, and bounds are checked."""
 
+import math
 import re
 from fractions import Fraction
 from typing import Any
@@ -37,6 +38,11 @@ def converted(value: Any, setting: Setting, origin: str) -> Any:
         value = _parse_size(value)
     elif setting.is_list:
         value = _parse_list(value, setting)
+    if setting.is_json and isinstance(value, dict):
+        try:
+            _check_json(value, origin)
+        except RecursionError:
+            raise ConfigError(f"{origin} contains itself, or has too many levels") from None
     try:
         return msgspec.convert(value, setting.type, strict=not is_text or setting.is_json)
     except msgspec.ValidationError as error:
@@ -106,6 +112,28 @@ def _parse_json(text: str, origin: str) -> Any:
         return msgspec.json.decode(text, type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError, UnicodeEncodeError) as error:
         raise ConfigError(f"{origin}: {text[:100]!r} {json_error_text(error)}") from error
+
+
+def _check_json(value: Any, origin: str, place: str = "") -> None:
+    """Raise a ConfigError for a value of YAML that JSON lacks, such as a date.
+
+    Other processes and templates get the value as JSON has it.
+    """
+    shown = f"{origin}: {place}".rstrip(": ")
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                reason = f"has the name {name}, which is not a text; write it in quotes"
+                raise ConfigError(f"{shown} {reason}")
+            _check_json(inner, origin, f"{place}.{name}".removeprefix("."))
+    elif isinstance(value, list | tuple):
+        for i, inner in enumerate(value):
+            _check_json(inner, origin, f"{place}[{i}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{shown} is {value}, which JSON lacks; write it as text, in quotes")
+    elif value is not None and not isinstance(value, str | bool | int | float):
+        kind = type(value).__name__
+        raise ConfigError(f"{shown} is a {kind}, which JSON lacks; write it as text, in quotes")
 
 
 def _parse_pairs(text: str, origin: str) -> dict[str, str]:

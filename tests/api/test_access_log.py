@@ -123,7 +123,7 @@ def test_a_request_that_is_refused_is_not_called_unfinished(log: Log) -> None:
 
 
 def test_above_a_rate_requests_are_sampled_and_the_rest_is_counted(tmp_path: Path) -> None:
-    """Probes that succeed are left out; the next second is logged in full again."""
+    """The next second is logged in full again."""
     log = Log(tmp_path / "log", AccessLog.SAMPLED, LogFormat.TEXT)
     second = 1_000_000.0
     notes: list[str] = []
@@ -132,12 +132,24 @@ def test_above_a_rate_requests_are_sampled_and_the_rest_is_counted(tmp_path: Pat
     wanted = [log.logger.wants("/v1/completions", 200, second) for _ in range(number)]
     assert all(wanted[:NUM_EACH_SECOND])
     assert sum(wanted) == NUM_EACH_SECOND + 5
-    assert not log.logger.wants("/livez", 200, second)
     assert log.logger.wants("/v1/completions", 200, second + 1)
-    assert log.logger.wants("/readyz", 503, second + 1)
     skipped = number - NUM_EACH_SECOND - 5
     (note,) = notes
     assert f"{skipped} of the {number} requests of that second are not logged" in note
+    os.close(log.fd)
+
+
+def test_of_probes_changes_of_the_status_are_logged(tmp_path: Path) -> None:
+    """A load of minutes with a probe each second has one line, and its end another one."""
+    log = Log(tmp_path / "log", AccessLog.SAMPLED, LogFormat.TEXT)
+    answers = [("/livez", 200), ("/readyz", 503), ("/livez", 200), ("/readyz", 503)]
+    answers += [("/readyz", 200), ("/readyz", 200), ("/metrics", 200), ("/metrics", 401)]
+    answers += [("/metrics", 401), ("/readyz", 503)]
+    wanted = [answer for answer in answers if log.logger.wants(*answer, 1_000_000.0)]
+    assert wanted == [
+        *(("/readyz", 503), ("/readyz", 200), ("/metrics", 401), ("/metrics", 401)),
+        ("/readyz", 503),
+    ]
     os.close(log.fd)
 
 

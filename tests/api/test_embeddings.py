@@ -121,6 +121,27 @@ def test_fields_reach_the_engine(live: LiveServer) -> None:
     assert (add.priority, add.cache_salt) == (3, "salt")
     post(live, input="hello")
     assert live.client.requests[-1].sampling_params.pooling == Pooling()
+    post(live, input="hello", use_activation=False)
+    assert live.client.requests[-1].sampling_params.pooling == Pooling(normalize=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "same", "other"),
+    [
+        ("embed_dtype", "float32", "float16"),
+        ("endianness", "native", "big"),
+        ("endianness", "little", "big"),
+        ("padding", "do_not_pad", "max_length"),
+        ("truncation_side", "left", "right"),
+    ],
+)
+def test_a_field_of_another_server_that_would_change_the_vectors_is_refused(
+    live: LiveServer, name: str, same: str, other: str
+) -> None:
+    """Not if it asks for what happens anyway."""
+    assert post(live, input="a", **{name: same}).status_code == 200
+    response = post(live, input="a", **{name: other})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
 @pytest.mark.parametrize(

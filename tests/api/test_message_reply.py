@@ -13,6 +13,7 @@ from api_proc.anthropic.positions import stream_position
 from api_proc.anthropic.reply import MessageReply
 from api_proc.chat.families import find_dialect
 from api_proc.chat.parser import OutputParser
+from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.output_sequence import Delta
 from tests.api.tool_answers import TEXT
 from tests.message_stream import MessageEvent, message_of, parse
@@ -47,7 +48,8 @@ def play(dialect_name: str, seed: int, last_id: str | None = None) -> list[Messa
     generation: Any = SimpleNamespace(
         sequences=[sequence], position=position, request_id="r", is_resumable=True
     )
-    state: Any = SimpleNamespace(shown_model=lambda name: "m")
+    processor = SimpleNamespace(defaults=SamplingDefaults())
+    state: Any = SimpleNamespace(shown_model=lambda name: "m", text=processor)
     connection: Any = SimpleNamespace(last_event_id=last_id)
     reply = MessageReply(state, connection, CHAT, generation)
     text = b""

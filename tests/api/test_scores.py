@@ -1,5 +1,6 @@
 """POST /score, /rerank and /classify: forms of input, activations, bounds, and refusals."""
 
+import asyncio
 import json
 import math
 import struct
@@ -80,6 +81,40 @@ def test_documents_are_sorted_by_relevance(live: LiveServer, path: str) -> None:
     assert answer.json()["results"] == [
         {"index": number, "relevance_score": sigmoid(3)} for number in (1, 3)
     ]
+
+
+def test_variables_reach_the_template_of_pairs(checkpoint: Path, tmp_path: Path) -> None:
+    template = tmp_path / "pair.jinja"
+    contents = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    template.write_text("{{ instruction }}{{ x }}" + contents)
+    config = configure(model=str(checkpoint), chat_template=str(template))
+    pair = {"text_1": "b", "text_2": "c"}
+    with LiveServer(config, FakeClient(facts=headed(1), script=score)) as live:
+        assert post(live, "/score", **pair, instruction="a").status_code == 200
+        kwargs = {"instruction": "k", "x": "x"}
+        assert post(live, "/score", **pair, instruction="a", chat_template_kwargs=kwargs)
+        prompts = [list(add.prompt_token_ids) for add in live.client.requests]
+        found = [asyncio.run(live.text.decode(prompt)) for prompt in prompts]
+        assert found == ["<s>abc", "<s>kxbc"]
+        response = post(live, "/score", **pair, chat_template_kwargs={"messages": []})
+        assert response.json()["error"]["param"] == "chat_template_kwargs.messages"
+
+
+def test_fields_that_would_change_the_scores_are_refused(
+    live: LiveServer, embedding: LiveServer
+) -> None:
+    """No template renders the pairs of these models."""
+    pair = {"text_1": "a", "text_2": "b"}
+    for server in (live, embedding):
+        for fields in ({"instruction": "x"}, {"chat_template_kwargs": {"x": 1}}):
+            response = post(server, "/score", **pair, **fields)
+            assert response.status_code == 400
+            assert response.json()["error"]["param"] in fields
+    for name in ("max_tokens_per_doc", "max_tokens_per_query"):
+        assert post(live, "/score", **pair, **{name: 0}).status_code == 200
+        response = post(live, "/score", **pair, **{name: 5})
+        assert response.json()["error"]["param"] == name
+        assert "truncate_prompt_tokens" in response.json()["error"]["message"]
 
 
 def test_an_embedding_model_scores_by_the_cosine(embedding: LiveServer) -> None:

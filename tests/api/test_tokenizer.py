@@ -9,11 +9,16 @@ import msgspec
 import pytest
 from tokenizers import AddedToken, Tokenizer, models
 
-from api_proc.bodies import CompletionBody
+from api_proc.bodies import ChatBody, CompletionBody, SamplingBody
 from api_proc.errors import ApiError
 from api_proc.llm import SamplingParams as PythonParams
 from api_proc.llm.sampling import resolved, with_defaults
-from api_proc.params import MAX_BAD_TOKENS, bad_word_ids, sampling_params
+from api_proc.params import (
+    MAX_BAD_TOKENS,
+    bad_word_ids,
+    resolve_max_tokens,
+    sampling_params,
+)
 from api_proc.text.chat_template import ChatTemplate, ChatTemplateError
 from api_proc.text.checkpoint import (
     SamplingDefaults,
@@ -224,6 +229,31 @@ def test_settings_take_the_place_of_the_checkpoints_sampling_defaults(tmp_path: 
     assert found(generation_config="vllm", override_generation_config=overrides) == (
         neutral | overrides
     )
+
+
+def test_max_new_tokens_is_a_default_of_the_checkpoint_and_a_limit_of_the_settings(
+    tmp_path: Path,
+) -> None:
+    """As in vLLM. Completions have a default anyway."""
+    write_json(tmp_path / "generation_config.json", {"max_new_tokens": 20, "max_tokens_limit": 1})
+    facts = msgspec.structs.replace(null_facts(configure(model="null")), max_model_len=100)
+
+    def limit_of(body: SamplingBody, **settings: Any) -> int:
+        model = configure(model=str(tmp_path), **settings).model
+        return resolve_max_tokens(body, sampling_defaults(model), facts, 10)
+
+    bound: dict[str, Any] = {"override_generation_config": {"max_new_tokens": 8}}
+    chat = ChatBody(messages=[])
+    assert limit_of(chat) == 20
+    assert limit_of(chat, generation_config="vllm") == 90
+    assert limit_of(chat, **bound) == 8
+    assert limit_of(ChatBody(messages=[], max_tokens=50)) == 50
+    assert limit_of(ChatBody(messages=[], max_completion_tokens=50), **bound) == 8
+    assert limit_of(ChatBody(messages=[], max_tokens=5), **bound) == 5
+    assert limit_of(CompletionBody(prompt="a")) == 16
+    assert limit_of(CompletionBody(prompt="a"), **bound) == 8
+    model = configure(model=str(tmp_path)).model
+    assert with_defaults(sampling_defaults(model)).max_tokens == 20
 
 
 def test_suppressed_tokens_of_the_checkpoint_are_banned(tmp_path: Path) -> None:

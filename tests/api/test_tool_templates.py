@@ -69,10 +69,12 @@ def test_variables_of_thinking() -> None:
         return ChatBody(messages=[], **fields).template_variables
 
     off = {"enable_thinking": False, "thinking": False}
+    on = {"enable_thinking": True, "thinking": True}
     assert variables() == {}
     assert variables(enable_thinking=False) == off
     assert variables(reasoning_effort="none") == off | {"reasoning_effort": "none"}
-    assert variables(reasoning_effort="high") == {"reasoning_effort": "high"}
+    assert variables(reasoning_effort="low") == on | {"reasoning_effort": "low"}
+    assert variables(reasoning_effort="low", enable_thinking=False)["enable_thinking"] is False
     kwargs = {"enable_thinking": True, "x": 1}
     assert variables(enable_thinking=False, chat_template_kwargs=kwargs) == off | kwargs
 

@@ -81,7 +81,7 @@ def _accept(body: SamplingBody) -> None:
     params = sampling_params(
         body,
         _text().defaults,
-        max_tokens=resolve_max_tokens(body, FACTS, len(PROMPT)),
+        max_tokens=resolve_max_tokens(body, _text().defaults, FACTS, len(PROMPT)),
         seed=body.seed or 0,
         vocab_size=FACTS.vocab_size,
         bad_words=bad_word_ids(body.bad_words or [], _text().tokenizer),

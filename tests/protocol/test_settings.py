@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -159,6 +160,18 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
         ),
         ({"default_chat_template_kwargs": {"messages": []}}, "messages is set by the server"),
         (
+            {"default_chat_template_kwargs": {"a": [{"b": date(2026, 1, 2)}]}},
+            r"^default_chat_template_kwargs: a\[0\].b is a date, which JSON lacks; write it as",
+        ),
+        (
+            {"default_chat_template_kwargs": {"a": float("nan")}},
+            "^default_chat_template_kwargs: a is nan, which JSON lacks; write it as text",
+        ),
+        (
+            {"default_chat_template_kwargs": {"a": {1: 2}}},
+            "^default_chat_template_kwargs: a has the name 1, which is not a text",
+        ),
+        (
             {"override_generation_config": '{"temperature": 9}'},
             "^override_generation_config: temperature: .*<= 2",
         ),
@@ -167,8 +180,8 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             "^override_generation_config: temperature: must be a number",
         ),
         (
-            {"override_generation_config": {"max_new_tokens": 9}},
-            "^override_generation_config: max_new_tokens: is not a known field",
+            {"override_generation_config": {"max_length": 9}},
+            "^override_generation_config: max_length: is not a known field",
         ),
         ({"tenant_weights": "gold=4"}, "needs scheduling_policy fair"),
         ({"tenant_weights": "gold"}, "^tenant_weights.*'gold' is not name=value"),
@@ -401,6 +414,24 @@ def test_settings_of_chats_and_sampling_are_json_or_a_mapping(tmp_path: Path) ->
         model = config.model
         assert model.default_chat_template_kwargs == variables
         assert model.override_generation_config == GenerationOverrides(temperature=0.5, top_k=20)
+
+
+@pytest.mark.parametrize(
+    ("value", "error"),
+    [
+        ("{since: 2026-01-02}", "since is a date, which JSON lacks; write it as text, in quotes"),
+        ("{a: [.inf]}", r"a\[0\] is inf, which JSON lacks"),
+        ("{1: a}", "has the name 1, which is not a text; write it in quotes"),
+        ("&a {b: *a}", "contains itself, or has too many levels"),
+    ],
+)
+def test_a_value_of_yaml_that_json_lacks_is_named(tmp_path: Path, value: str, error: str) -> None:
+    """A template in another process would get another value."""
+    file = tmp_path / "engine.yaml"
+    file.write_text(f"default-chat-template-kwargs: {value}\n")
+    where = f"^default-chat-template-kwargs in {re.escape(str(file))}:? {error}"
+    with pytest.raises(ConfigError, match=where):
+        resolve({}, {}, str(file))
 
 
 def test_tenant_weights_are_one_text_or_a_mapping(tmp_path: Path) -> None:

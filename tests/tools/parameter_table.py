@@ -87,6 +87,8 @@ _NOTES = """\
   only where the chat template writes them.
 - `/v1/messages` refuses the names of chats that it lacks, such as `seed` and `stop`. Its own fields
   are described in [messages.md](messages.md).
+- OpenAI's `verbosity` of chats is unknown here, as in vLLM. In `/v1/responses` a `text.verbosity`
+  other than `medium` is refused.
 - In `/v1/responses` a parameter that only another route has is refused, because it would constrain
   the output there ([responses.md](responses.md)).
 - A body may have at most 65,536 names and values, besides arrays of token ids, in at most 128

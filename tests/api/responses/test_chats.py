@@ -210,7 +210,7 @@ def test_tools_are_enforced_as_in_a_chat(live: LiveServer) -> None:
 
 
 def test_effort_reaches_the_template() -> None:
-    for effort, thinking in (("none", False), ("high", None)):
+    for effort, thinking in (("none", False), ("high", True)):
         body = json.dumps({"input": "x", "reasoning": {"effort": effort, "summary": "auto"}})
         variables = ResponseDecoder()(body.encode()).template_variables
         assert variables["reasoning_effort"] == effort
