@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import pytest
-from httpx._transports import default as transports
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 
 from api_proc.text import processor
@@ -34,7 +33,8 @@ CORPUS = [
 def _one_ssl_context() -> Iterator[None]:
     """Read the web's authorities once: each client of httpx would take 20 ms to do it."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transports, "create_ssl_context", cache(transports.create_ssl_context))
+        once = cache(httpx.create_ssl_context)
+        patch.setattr("httpx._transports.default.create_ssl_context", once)
         yield
 
 

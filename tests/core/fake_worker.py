@@ -245,8 +245,7 @@ class FakeWorker:
             num_drafts.append(len(request.drafts))
         forward_ns, draft_ns, wait_ns = self.times_ns or (0, 0, 0)
         if self._guess is None:
-            times = {"forward_ns": forward_ns, "wait_ns": wait_ns}
-            return ModelRunnerOutput(step_id, sampled, **times)
+            return ModelRunnerOutput(step_id, sampled, forward_ns=forward_ns, wait_ns=wait_ns)
         return ModelRunnerOutput(
             step_id,
             sampled,

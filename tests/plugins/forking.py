@@ -74,9 +74,9 @@ def pytest_xdist_setupnodes(config: pytest.Config, specs: list[Any]) -> None:
 
 def _use(forked: list[tuple[int, _Pipes]]) -> None:
     """Let execnet take these processes; those that replace a dead one are started as usual."""
-    from execnet import gateway_io
+    from execnet import gateway_base, gateway_io
 
-    class ForkedIO(gateway_io.Popen2IO):  # type: ignore[misc]
+    class ForkedIO(gateway_base.Popen2IO):
         """The first process's end of the link to a forked one."""
 
         def __init__(self, pid: int, pipes: _Pipes, execmodel: Any) -> None:
