@@ -265,11 +265,6 @@ VARIANTS = {
         "test_tokens_are_those_of_the_dequantized_weights": "llama_tied phi3",
         "test_other_types_are_dequantized": "23",
     },
-    "worker/decoder/test_hooks.py": {
-        "test_hooks_that_change_nothing_change_no_bit": (
-            "llama-bfloat16 olmo2-bfloat16 granite-float32 llama_mlp_bias-float32 gemma3-bfloat16"
-        ),
-    },
     "worker/kv/test_hybrid_kv.py": {
         "test_a_sleep_gives_the_memory_back_and_tokens_are_right_afterwards": "sdpa native",
         "test_blocks_that_a_window_has_passed_are_never_read": (

@@ -1,9 +1,22 @@
 """Maps adapter sites to the projections of decoder layers."""
 
+import enum
 from collections.abc import Sequence
 
 from worker_proc.adapters.sites import Sites
-from worker_proc.decoder.hooks import Projection
+
+
+class Projection(enum.StrEnum):
+    """The projections of a layer, named as in transformers."""
+
+    QUERY = "q_proj"
+    KEY = "k_proj"
+    VALUE = "v_proj"
+    OUT = "o_proj"
+    GATE = "gate_proj"
+    UP = "up_proj"
+    DOWN = "down_proj"
+
 
 _QKV = (Projection.QUERY, Projection.KEY, Projection.VALUE)
 _GATES = (Projection.GATE, Projection.UP)

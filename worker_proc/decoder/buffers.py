@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import torch
 
-from worker_proc.decoder.hooks import Columns
 from worker_proc.decoder.layers import DecoderLayer
 from worker_proc.modules.experts.mixture import FusedExperts
 from worker_proc.modules.mlp import FusedMLP
@@ -15,7 +14,7 @@ from worker_proc.native.packed_weights import PANEL_OUTPUTS, Format
 from worker_proc.native.structures import BufferArgs
 
 HIDDEN, NORMED, QKV, ATTENDED, INNER, PROJECTED, SPLIT = range(7)
-"""SPLIT has gates and factors next to each other, for the hooks that read them."""
+"""SPLIT has gates and factors next to each other, for adapters that add to them."""
 LOGITS, CHOICES, GATHERED, EXPERT_INNER = range(7, 11)
 """Buffers of mixtures of experts: GATHERED and EXPERT_INNER have a row for each expert of each
 token."""
@@ -46,8 +45,8 @@ class Buffers:
         self._strides.append(row_stride(max(map(_permuted_width, layers)), dtype.itemsize))
         self._rows_of_token = [1] * GATHERED + [num_chosen] * 2 + [1, num_chosen, 1]
         self._max_rows = 0
-        self._memory: list[torch.Tensor] = []
-        """The rows of each buffer."""
+        self._hidden = torch.empty(0, 0, dtype=dtype)
+        """The rows of HIDDEN, in the memory of all buffers."""
         self._args = (BufferArgs * (OUTPUT + 1))()
 
     @property
@@ -69,22 +68,16 @@ class Buffers:
             memory = huge_pages.empty(sum(sizes) + _ROW_BYTES, torch.uint8)
             memory.zero_()
             start = -memory.data_ptr() % _ROW_BYTES
-            self._memory = []
+            hidden = memory[start : start + sizes[HIDDEN]].view(self._dtype)
+            self._hidden = hidden.view(-1, self._strides[HIDDEN] // self._dtype.itemsize)
             for index, (size, stride) in enumerate(zip(sizes, self._strides, strict=True)):
-                part = memory[start : start + size].view(self._dtype)
-                self._memory.append(part.view(-1, stride // self._dtype.itemsize))
                 self._args[index] = BufferArgs(memory.data_ptr() + start, stride)
                 start += size
-        return self._memory[HIDDEN][:num_rows]
+        return self._hidden[:num_rows]
 
     def write_to(self, output: torch.Tensor) -> None:
         """Point OUTPUT to the rows of a tensor, which must exist during the step."""
         self._args[OUTPUT] = BufferArgs(output.data_ptr(), output.stride(0) * output.itemsize)
-
-    def view(self, columns: Columns, num_rows: int) -> torch.Tensor:
-        """Return columns of the first rows of a buffer."""
-        end = columns.first + columns.width
-        return self._memory[columns.buffer][:num_rows, columns.first : end]
 
 
 def _widths(layers: Sequence[DecoderLayer], *, splits: bool) -> dict[int, int]:

@@ -1,14 +1,17 @@
 """Writes the program of a decoder: its embedding, its layers and its output layer.
 
-Operations that follow a projection are fused with it, unless a hook or an adapter needs the outputs
-of the projection. Values are rounded at the same points in both cases.
+Operations that follow a projection are fused with it, unless an adapter adds to the outputs of the
+projection. Values are rounded at the same points in both cases.
 """
 
-from collections.abc import Collection, Mapping
+import ctypes
+from collections.abc import Mapping
 
 import torch
 
 from worker_proc.adapters.sites import Site
+from worker_proc.attention.interface import PagedLayer
+from worker_proc.decoder.adapter_sites import Projection
 from worker_proc.decoder.buffers import (
     ATTENDED,
     CHOICES,
@@ -26,7 +29,6 @@ from worker_proc.decoder.buffers import (
     SPLIT,
     first_factor,
 )
-from worker_proc.decoder.hooks import Columns, HookPoint, Projection, When
 from worker_proc.decoder.layer_instructions import attention, gating, normalization, rotation
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings
 from worker_proc.decoder.projections import ProjectionWriter
@@ -36,34 +38,26 @@ from worker_proc.modules.mlp import FusedMLP
 from worker_proc.modules.pointwise import FusedRMSNorm
 from worker_proc.native.instructions import embedding, projection
 from worker_proc.native.packed_weights import PackedWeight
-from worker_proc.native.structures import Epilogue, Instruction, Kind
+from worker_proc.native.structures import Epilogue, Instruction, Kind, ProgramArgs
 
 GATES = (Projection.GATE, Projection.UP)
 _MAKE_ROWS = (Kind.EMBED, Kind.ADD)
 """Like a norm, these divide the rows equally among the threads, and do nothing else."""
-_NOWHERE = Columns(HIDDEN, 0, 0)
-"""Stands for outputs that are fused with the next operation and that no hook reads."""
 
 
 class ProgramWriter:
-    """Writes layer after layer, with cuts at hooks."""
+    """Writes one layer after the other."""
 
     def __init__(
-        self,
-        points: Collection[HookPoint],
-        sites: Mapping[tuple[int, Projection], tuple[int, Site]] | None = None,
-        *,
-        adds_ranks: bool = False,
+        self, sites: Mapping[tuple[int, Projection], tuple[int, Site]] | None, *, adds_ranks: bool
     ) -> None:
-        """Take hooks, and the numbered sites of projections by layer, for steps with adapters.
+        """Take the numbered sites of projections by layer; None: for steps without adapters.
 
         With `adds_ranks`, a layer is one rank's part, and the sums over all ranks are added to the
         residual.
         """
         self.instructions: list[Instruction] = []
-        self.boundaries: list[int] = []
-        """The index of each layer's first instruction."""
-        self.projections = ProjectionWriter(self.instructions, points, sites or {})
+        self.projections = ProjectionWriter(self.instructions, sites or {})
         self._adds_ranks = adds_ranks
         self._first_of_kept: int | None = None
         """The first instruction that computes only the rows that get logits."""
@@ -82,9 +76,8 @@ class ProgramWriter:
         With `keeps`, its attention may leave out the rows that get no logits, and everything after
         it does.
         """
-        self.boundaries.append(len(self.instructions))
         self.projections.begin_layer()
-        norms, spec = layer.norms, layer.paged.spec
+        norms = layer.norms
         self._queries_and_keys(layer, self._normed(norms.before_attention))
         self.instructions += [
             rotation(layer, settings, angles, cosines),
@@ -93,8 +86,7 @@ class ProgramWriter:
         if keeps:
             self.instructions[-1].of_kept = True
             self._keep(ATTENDED)
-        inputs = Columns(ATTENDED, 0, spec.num_heads * spec.value_head_dim)
-        self._residual(layer, Projection.OUT, layer.out, inputs, norms.after_attention)
+        self._residual(layer, Projection.OUT, layer.out, ATTENDED, norms.after_attention)
         source = self._normed(norms.before_mlp)
         if isinstance(layer.mlp, FusedExperts):
             self.instructions += layer.mlp.instructions(
@@ -111,10 +103,9 @@ class ProgramWriter:
             )
             self._add_projected(layer, norms.after_mlp)
             return
-        self._gates(layer.mlp, Columns(source, 0, layer.hidden_size))
+        self._gates(layer.mlp, source)
         assert layer.down is not None
-        inputs = Columns(INNER, 0, layer.mlp.size)
-        self._residual(layer, Projection.DOWN, layer.down, inputs, norms.after_mlp)
+        self._residual(layer, Projection.DOWN, layer.down, INNER, norms.after_mlp)
 
     def add_embedding(
         self, table: torch.Tensor | PackedWeight, num_tokens: int, factor: float
@@ -148,54 +139,42 @@ class ProgramWriter:
     def _queries_and_keys(self, layer: DecoderLayer, source: int) -> None:
         """Write projections to queries, keys and values, and norms over all heads together."""
         spec = layer.paged.spec
-        widths = (
-            spec.num_heads * spec.head_dim,
-            spec.num_kv_heads * spec.head_dim,
-            spec.num_kv_heads * spec.value_head_dim,
-        )
-        firsts = (0, widths[0], widths[0] + widths[1])
-        inputs = Columns(source, 0, layer.hidden_size)
-        outputs = {
-            name: Columns(QKV, first, width)
-            for name, first, width in zip(
-                (Projection.QUERY, Projection.KEY, Projection.VALUE), firsts, widths, strict=True
-            )
-        }
+        first_key = spec.num_heads * spec.head_dim
+        first_value = first_key + spec.num_kv_heads * spec.head_dim
+        columns = {Projection.QUERY: 0, Projection.KEY: first_key, Projection.VALUE: first_value}
+        groups = [columns] if len(layer.qkv) == 1 else [{n: first} for n, first in columns.items()]
         # Each writes whole panels: the next one overwrites the values after its outputs.
-        groups = [outputs] if len(layer.qkv) == 1 else [{name: outputs[name]} for name in outputs]
-        for weight, first, group in zip(layer.qkv, firsts, groups, strict=False):
-            instruction = projection(weight, source=source, target=QKV, column=first)
-            self.projections.write(instruction, weight, inputs, group)
+        for weight, group in zip(layer.qkv, groups, strict=True):
+            column = min(group.values())
+            instruction = projection(weight, source=source, target=QKV, column=column)
+            self.projections.write(instruction, weight, group)
         norms = layer.query_norm, layer.key_norm
         if norms[0] is not None and norms[1] is not None and not layer.norms_each_head:
             self.instructions.append(normalization(norms[0], QKV, QKV))
-            self.instructions.append(normalization(norms[1], QKV, QKV, column=widths[0]))
+            self.instructions.append(normalization(norms[1], QKV, QKV, column=first_key))
 
-    def _gates(self, mlp: FusedMLP, inputs: Columns) -> None:
+    def _gates(self, mlp: FusedMLP, source: int) -> None:
         """Write the activated gates times the factors."""
-        if not any(self.projections.is_hooked(name, When.AFTER) for name in GATES):
+        if not any(map(self.projections.is_adapted, GATES)):
             instruction = projection(
                 mlp.gate_up,
-                source=inputs.buffer,
+                source=source,
                 target=INNER,
                 epilogue=Epilogue.ACTIVATE,
                 activation=mlp.activation,
             )
-            self.projections.write(instruction, mlp.gate_up, inputs, dict.fromkeys(GATES, _NOWHERE))
+            self.projections.write(instruction, mlp.gate_up)
             return
         column = first_factor(mlp)
-        outputs = {
-            Projection.GATE: Columns(SPLIT, 0, mlp.size),
-            Projection.UP: Columns(SPLIT, column, mlp.size),
-        }
         instruction = projection(
             mlp.gate_up,
-            source=inputs.buffer,
+            source=source,
             target=SPLIT,
             column=column,
             epilogue=Epilogue.SPLIT,
         )
-        self.projections.write(instruction, mlp.gate_up, inputs, outputs)
+        columns = {Projection.GATE: 0, Projection.UP: column}
+        self.projections.write(instruction, mlp.gate_up, columns)
         self.instructions.append(gating(mlp))
 
     def _residual(
@@ -203,19 +182,18 @@ class ProgramWriter:
         layer: DecoderLayer,
         name: Projection,
         weight: PackedWeight,
-        inputs: Columns,
+        source: int,
         norm: FusedRMSNorm | None,
     ) -> None:
         """Project back and add to the residual, after the projection's norm if there is one."""
-        is_hooked = self.projections.is_hooked(name, When.AFTER)
-        if norm is None and not self._adds_ranks and not is_hooked:
+        is_adapted = self.projections.is_adapted(name)
+        if norm is None and not self._adds_ranks and not is_adapted:
             adding = {"epilogue": Epilogue.ADD_TO, "factor": layer.residual_factor}
-            instruction = projection(weight, source=inputs.buffer, target=HIDDEN, **adding)
-            self.projections.write(instruction, weight, inputs, {name: _NOWHERE})
+            instruction = projection(weight, source=source, target=HIDDEN, **adding)
+            self.projections.write(instruction, weight)
             return
-        instruction = projection(weight, source=inputs.buffer, target=PROJECTED)
-        outputs = {name: Columns(PROJECTED, 0, layer.hidden_size)}
-        self.projections.write(instruction, weight, inputs, outputs)
+        instruction = projection(weight, source=source, target=PROJECTED)
+        self.projections.write(instruction, weight, {name: 0})
         self._add_projected(layer, norm)
 
     def _add_projected(self, layer: DecoderLayer, norm: FusedRMSNorm | None) -> None:
@@ -231,3 +209,23 @@ class ProgramWriter:
         self.instructions.append(
             Instruction(kind=Kind.ADD, source=PROJECTED, target=HIDDEN, **adding)
         )
+
+
+class Program:
+    """A written program, for one pool; keeps alive everything that its instructions point to."""
+
+    def __init__(
+        self,
+        key: tuple[int, ...],
+        paged: list[PagedLayer],
+        first_layers: list[int],
+        writer: ProgramWriter,
+        is_bf16: bool,
+    ) -> None:
+        self.key = key
+        self.first_layers = first_layers
+        """For each kind of angles, the first layer that uses it."""
+        self._paged = paged  # kept alive so that the key stays unique
+        self._adapted = writer.projections.adapted
+        self._array = (Instruction * len(writer.instructions))(*writer.instructions)
+        self.args = ProgramArgs(ctypes.addressof(self._array), len(self._array), is_bf16)

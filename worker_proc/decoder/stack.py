@@ -16,14 +16,12 @@ from worker_proc.adapters.rows import StepRows
 from worker_proc.adapters.sites import Site
 from worker_proc.attention.interface import AttentionBackend, PagedLayer
 from worker_proc.attention.native import NativeBackend
+from worker_proc.decoder.adapter_sites import Projection
 from worker_proc.decoder.buffers import Buffers
-from worker_proc.decoder.hooks import Hook, HookPoint, Projection
 from worker_proc.decoder.layers import DecoderLayer, LayerSettings, read_layer
-from worker_proc.decoder.program import GATES, ProgramWriter
-from worker_proc.decoder.segments import Program
+from worker_proc.decoder.program import GATES, Program, ProgramWriter
 from worker_proc.loading.layer_executor import Angles, Stack
 from worker_proc.loading.ranks import Ranks
-from worker_proc.modules.experts.mixture import FusedExperts
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.native.structures import ProgramArgs, RunArgs
 
@@ -69,7 +67,6 @@ class DecoderStack:
         self.settings = settings
         self.dtype = dtype
         self._hidden_size = layers[0].hidden_size
-        self._hooks: Mapping[HookPoint, Hook] = {}
         self._rows: StepRows | None = None
         self.sites: Mapping[tuple[int, Projection], tuple[int, Site]] = {}
         """The numbered sites of projections that take adapters, by layer."""
@@ -77,32 +74,10 @@ class DecoderStack:
         """The ranks that have the other parts of the layers."""
         self._clear()
 
-    @property
-    def num_layers(self) -> int:
-        return len(self.layers)
-
-    @property
-    def has_hooks(self) -> bool:
-        return bool(self._hooks)
-
     def step_addresses(self) -> Any:
         """Return the addresses of the current step, for each KV group."""
         steps = _backend_of(self.layers[0].paged).steps
         return pointers([ctypes.addressof(step) for step in steps])
-
-    def set_hooks(self, hooks: Mapping[HookPoint, Hook]) -> None:
-        """Set the hooks for all later steps, replacing earlier ones.
-
-        Each hook cuts the program: without hooks, a step is one native call. Raises ValueError if a
-        layer or projection does not exist.
-        """
-        for layer, name, _ in hooks:
-            if not 0 <= layer < len(self.layers):
-                raise ValueError(f"layer {layer} is not among the {len(self.layers)} layers")
-            if name not in _hooked_projections(self.layers[layer]):
-                raise ValueError(f"layer {layer} has experts, and no hooks around {name}")
-        self._hooks = dict(hooks)
-        self._clear()
 
     def take_adapters(
         self, rows: StepRows, sites: Mapping[tuple[int, Projection], tuple[int, Site]]
@@ -134,18 +109,6 @@ class DecoderStack:
 
     def forward(self, hidden_states: torch.Tensor, angles: Sequence[Angles]) -> torch.Tensor:
         """Return `[1, T, hidden_size]` after the last layer, given the angles of each layer."""
-        return self.forward_layers(range(len(self.layers)), hidden_states, angles)
-
-    def forward_layers(
-        self, layers: range, hidden_states: torch.Tensor, angles: Sequence[Angles]
-    ) -> torch.Tensor:
-        """Return the hidden states after `layers`, which are consecutive, given the angles of all.
-
-        `hidden_states` precede the first of them: the residual is all that a layer passes to the
-        next.
-        """
-        if not (layers.step == 1 and 0 <= layers.start < layers.stop <= len(self.layers)):
-            raise ValueError(f"{layers} are not consecutive layers of {len(self.layers)}")
         rows = hidden_states[0]
         adaptation = self.adaptation
         program = self._program_for(angles, is_adapted=adaptation is not None)
@@ -166,11 +129,7 @@ class DecoderStack:
             adaptation=adaptation,
             num_rows=len(rows),
         )
-        for segment in program.segments(layers):
-            self.execute(segment.args, run)
-            for cut in segment.cuts:
-                inputs = self.buffers.view(cut.inputs, len(rows))
-                self._hooks[cut.point](inputs, self.buffers.view(cut.outputs, len(rows)))
+        self.execute(program.args, run)
         return hidden[:, : self._hidden_size].clone().unsqueeze(0)
 
     def _clear(self) -> None:
@@ -181,9 +140,7 @@ class DecoderStack:
 
     def _splits(self) -> bool:
         """Return whether gates and factors are stored separately, before their product."""
-        hooked = (name for _, name, _ in self._hooks)
-        adapted = (name for _, name in self.sites)
-        return any(name in GATES for name in (*hooked, *adapted))
+        return any(name in GATES for _, name in self.sites)
 
     def _program_for(self, angles: Sequence[Angles], *, is_adapted: bool) -> Program:
         """Return the program for the current pool and the current grouping of layers by angles."""
@@ -195,7 +152,7 @@ class DecoderStack:
         if program is None or program.key != key:
             sites = self.sites if is_adapted else None
             adds_ranks = self.ranks is not None
-            writer = ProgramWriter(self._hooks.keys(), sites, adds_ranks=adds_ranks)
+            writer = ProgramWriter(sites, adds_ranks=adds_ranks)
             for layer, settings, kind, (cosine, _) in zip(
                 self.layers, self.settings, kinds, angles, strict=True
             ):
@@ -240,9 +197,3 @@ def restore_forwards(modules: Sequence[nn.Module]) -> None:
     """Make each module compute its own layer again."""
     for module in modules:
         module.__dict__.pop("forward", None)
-
-
-def _hooked_projections(layer: DecoderLayer) -> tuple[Projection, ...]:
-    """Return the projections of a layer that can have hooks; experts' projections cannot."""
-    without_mlp = (Projection.QUERY, Projection.KEY, Projection.VALUE, Projection.OUT)
-    return without_mlp if isinstance(layer.mlp, FusedExperts) else tuple(Projection)

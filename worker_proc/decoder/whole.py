@@ -2,8 +2,8 @@
 
 The layers are those of a `DecoderStack`. The embedding precedes them, and the last norm and the
 output layer follow, for the rows that get logits; the angles come from tables. transformers' code
-still computes the steps that read intermediate values: those with hooks, and those whose hidden
-states are pooled. The logits must therefore have the same bits both ways.
+still computes the steps whose hidden states are pooled, so the logits must have the same bits both
+ways.
 """
 
 import ctypes
@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from worker_proc.decoder.ends import Ends
-from worker_proc.decoder.program import ProgramWriter
-from worker_proc.decoder.segments import Program
+from worker_proc.decoder.program import Program, ProgramWriter
 from worker_proc.decoder.stack import DecoderStack, pointers
 from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.native.structures import RunArgs
@@ -38,10 +37,6 @@ class WholeModel:
         """The program with adapters and the program without."""
         self._num_positions = 0
         self._point_to_angles()
-
-    @property
-    def has_hooks(self) -> bool:
-        return self._stack.has_hooks
 
     def compute(
         self, token_ids: torch.Tensor, positions: torch.Tensor, kept: torch.Tensor
@@ -71,7 +66,7 @@ class WholeModel:
             num_kept=len(kept),
         )
         program = self._program_for_pool(is_adapted=stack.adaptation is not None)
-        stack.execute(program.all_instructions, run)
+        stack.execute(program.args, run)
         logits = logits[:, : ends.head.out_features]
         if ends.is_divided and stack.ranks is not None:
             logits = stack.ranks.gather(logits)
@@ -95,7 +90,7 @@ class WholeModel:
         program = self._programs.get(is_adapted)
         if program is None or program.key != key:
             has_ranks = stack.ranks is not None
-            writer = ProgramWriter((), stack.sites if is_adapted else None, adds_ranks=has_ranks)
+            writer = ProgramWriter(stack.sites if is_adapted else None, adds_ranks=has_ranks)
             writer.add_embedding(ends.table, ends.num_tokens, ends.factor)
             for layer, settings, kind in zip(stack.layers, stack.settings, ends.kinds, strict=True):
                 # Adapters refer to rows by number, so no row is dropped before them. Ranks sum the
@@ -120,7 +115,7 @@ def install_whole(loaded: LoadedModel, whole: WholeModel) -> None:
         logits_to_keep: torch.Tensor | int = 0,
         **options: object,
     ) -> Any:
-        is_observed = whole.has_hooks or any(part._forward_hooks for part in observed)
+        is_observed = any(part._forward_hooks for part in observed)
         if is_observed or position_ids is None or isinstance(logits_to_keep, int):
             given = {"position_ids": position_ids, "logits_to_keep": logits_to_keep}
             return by_modules(input_ids=input_ids, **given, **options)

@@ -1,1 +1,1 @@
-"""The native decoder: programs of layers and of whole models, and hooks."""
+"""The native decoder: programs of layers and of whole models."""

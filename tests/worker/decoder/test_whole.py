@@ -24,8 +24,6 @@ from worker_proc.decoder.angles import AngleTable
 from worker_proc.decoder.install import decoding
 from worker_proc.decoder.layers import LayerSettings
 from worker_proc.decoder.proof import is_whole_exact
-from worker_proc.decoder.stack import DecoderStack
-from worker_proc.decoder.whole import WholeModel
 from worker_proc.forward import attach_cache, compute_logits
 from worker_proc.inputs import pack_step
 from worker_proc.modules.packed_linear import PackedLinear
@@ -186,22 +184,6 @@ def test_modules_compute_a_step_whose_hidden_states_are_captured(tmp_path: Path)
         found = model.logits(is_whole=True)
     assert hidden.rows is not None
     assert same(found, expected)
-
-
-def test_modules_compute_a_step_with_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    build_checkpoint(tmp_path, BY_NAME["llama"].config())
-    model = Model(tmp_path, "float32")
-    calls: list[None] = []
-    compute = WholeModel.compute
-    monkeypatch.setattr(
-        WholeModel, "compute", lambda *args: (calls.append(None), compute(*args))[1]
-    )
-    model.logits(is_whole=True)
-    assert calls
-    calls.clear()
-    monkeypatch.setattr(DecoderStack, "has_hooks", True)
-    model.logits(is_whole=True)
-    assert not calls
 
 
 @pytest.mark.parametrize(
