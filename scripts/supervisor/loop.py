@@ -38,11 +38,13 @@ from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.policy import SupervisorPolicy
-from scripts.supervisor.process_table import ProcessTable, ZygoteEvent, num_ranks
+from scripts.supervisor.process_table import ProcessTable
+from scripts.supervisor.roles import num_ranks
 from scripts.supervisor.run_dir_keeper import RunDirKeeper
 from scripts.supervisor.run_dirs import RunDir
 from scripts.supervisor.startup import served_name
 from scripts.supervisor.system import System
+from scripts.supervisor.zygotes import StartEvent
 
 _DRAIN_LIMIT = 256
 _FATAL_TIMEOUT_S = 0.5
@@ -158,7 +160,7 @@ class Supervisor:
 
     def turn(self, ready: Mapping[Any, int]) -> None:
         """Handle events and deadlines."""
-        self._on_zygote_events(self._table.zygote_events())
+        self._on_start_events(self._table.start_events())
         self._drain_link()
         self._reap(ready)
         self._perform(self.policy.tick(self._clock.monotonic()))
@@ -236,8 +238,8 @@ class Supervisor:
         self._table.connect(process.slot, epoch, received.peer, pid)
         self._perform(self.policy.on_message(epoch, message, now))
 
-    def _on_zygote_events(self, events: Sequence[ZygoteEvent]) -> None:
-        """Handle messages of the zygote, and failed starts."""
+    def _on_start_events(self, events: Sequence[StartEvent]) -> None:
+        """Handle the messages of zygotes, and failed starts."""
         for slot, epoch, message in events:
             self._perform(self.policy.on_message(epoch, message, self._clock.monotonic()))
             if self._table.pid(slot) is None:  # it could not be started, and dies in the next turn
@@ -260,8 +262,8 @@ class Supervisor:
             self._await_fatal(child.epoch)
         slot = self._table.slot_of(child)
         if slot.role is Role.ZYGOTE:
-            self._on_zygote_events(self._table.zygote_events())
-        self._on_zygote_events(self._table.reap(slot))
+            self._on_start_events(self._table.start_events())
+        self._on_start_events(self._table.reap(slot))
         self._console.ended(slot)
         failpoint("supervisor.after_death")
         is_oom = self._oom_counter.has_grown() and status == -signal.SIGKILL
@@ -319,7 +321,7 @@ class Supervisor:
         try:
             self._table.start(action)
         except OSError as error:
-            self._on_zygote_events([ZygoteEvent(slot, epoch, Fatal("start", str(error)))])
+            self._on_start_events([StartEvent(slot, epoch, Fatal("start", str(error)))])
             return
         failpoint("supervisor.after_start")
 

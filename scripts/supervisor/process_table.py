@@ -1,73 +1,31 @@
-"""The processes of a supervisor: for each slot its process, connection and progress page.
-
-A worker that the zygote of its rank was asked to fork is known by its epoch until the zygote
-reports its pid; its own Hello may come first.
-"""
+"""The processes of a supervisor: for each slot its process, connection and progress page."""
 
 import contextlib
-import logging
 import os
 import socket
 from collections.abc import Container, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import msgspec
 import zmq
 
 from protocol.config import EngineConfig
-from protocol.config.gpu_defaults import computes_on_gpu
-from protocol.lifecycle import Fatal, ProcessState, ProcessStatus, Progress, Promote, Ready, Role
-from protocol.message import Message, ProtocolError, encode
+from protocol.lifecycle import ProcessState, ProcessStatus, Promote, Ready, Role
+from protocol.message import Message, encode
 from protocol.process.child_handle import ChildHandle, rss_bytes
-from protocol.process.fork_server import ForkServer
-from protocol.process.machines import blocks_address
 from protocol.process.progress_page import Death, Phase, ProgressPage, ProgressRecord
 from protocol.transport.channel import PeerGone, RouterChannel
 from protocol.transport.runtime import Poller
-from protocol.zygote_link import Forked, ForkFailed
 from scripts.supervisor.actions import Origin, RecordDeath, Slot, Start
 from scripts.supervisor.deaths import Evidence
 from scripts.supervisor.failover import HELPERS, STANDBY_OF
 from scripts.supervisor.process_state import Process
 from scripts.supervisor.replica import replica_config
+from scripts.supervisor.roles import ARGUMENTS, MODULES
 from scripts.supervisor.system import System
+from scripts.supervisor.zygotes import StartEvent, Zygotes
 
-MODULES = {
-    Role.API: "api_proc",
-    Role.CORE: "core_proc",
-    Role.WORKER: "worker_proc",
-    Role.STANDBY: "worker_proc",
-    Role.STANDBY_CORE: "core_proc",
-    Role.PLACER: "scripts.placement",
-    Role.BLOCK_SERVER: "scripts.block_server",
-    Role.REPLICA: "scripts.supervisor",
-}
-_ARGUMENTS = {
-    Role.STANDBY: ["--standby"],
-    Role.STANDBY_CORE: ["--standby"],
-    Role.REPLICA: ["--no-api"],
-}
 _SUPERVISOR_EPOCH = 0
-
-log = logging.getLogger("troika.supervisor")
-
-
-class ZygoteEvent(NamedTuple):
-    """A message of a zygote about itself, or the failure of a fork."""
-
-    slot: Slot
-    epoch: int
-    message: Progress | Ready | Fatal
-
-
-@dataclass(slots=True)
-class _Fork:
-    """A worker that a zygote was requested to fork, with pid and connection of an early Hello."""
-
-    slot: Slot
-    pid: int = 0
-    peer: bytes | None = None
 
 
 @dataclass(slots=True)
@@ -102,10 +60,7 @@ class ProcessTable:
         self._rows = {
             slot: _Row(*ProgressPage.create(f"{slot.role}-{slot.rank}")) for slot in slots
         }
-        self._zygotes: dict[int, ForkServer] = {}
-        """The zygotes by their ranks."""
-        self._forks: dict[int, _Fork] = {}
-        """The forks by their epochs."""
+        self._zygotes = Zygotes(poller, self._enter)
         self._num_blocks: dict[Slot, tuple[int, int]] = {}
         """KV blocks and state blocks of each rank of the worker."""
 
@@ -119,7 +74,7 @@ class ProcessTable:
     def start(self, action: Start) -> None:
         """Start the next incarnation of a slot whose last one was reaped; OSError: nothing is left.
 
-        A forked process exists once `zygote_events` has received the report about it.
+        A forked process exists once `start_events` has received the report about it.
         """
         slot, epoch = action.slot, action.epoch
         row = self._rows[slot]
@@ -129,17 +84,12 @@ class ProcessTable:
             return
         row.page.write(epoch, Phase.NONE, None, 0, 0)
         if action.origin is Origin.FORKED:
-            zygote = self._zygotes.get(slot.rank)
-            if zygote is None:
-                raise OSError("there is no zygote")
-            zygote.fork(epoch, row.page_fd, is_standby=slot.role is Role.STANDBY)
-            self._forks[epoch] = _Fork(slot)
+            self._zygotes.fork(slot, epoch, row.page_fd)
         elif slot.role is Role.ZYGOTE:
             started = self._system.start_fork_server(
                 self._config, epoch, row.page_fd, rank=slot.rank
             )
-            self._zygotes[slot.rank] = started
-            self._poller.register(started.link, zmq.POLLIN)
+            self._zygotes.add(slot.rank, started)
             self._enter(slot, started.child)
         else:
             listener, rank, config = None, slot.rank, self._config
@@ -154,7 +104,7 @@ class ProcessTable:
                 rank=rank,
                 listen_fd=None if listener is None else listener.fileno(),
                 progress_fd=row.page_fd,
-                arguments=_ARGUMENTS.get(slot.role, []),
+                arguments=ARGUMENTS.get(slot.role, []),
             )
             self._enter(slot, child)
 
@@ -168,8 +118,14 @@ class ProcessTable:
         self.swap(standby, slot)
         row.child.epoch = epoch
 
-    def _enter(self, slot: Slot, child: ChildHandle) -> None:
-        self._rows[slot].child = child
+    def start_events(self) -> list[StartEvent]:
+        """Return what zygotes report about themselves, and failed forks; enter forked workers."""
+        return self._zygotes.receive()
+
+    def _enter(self, slot: Slot, child: ChildHandle, peer: bytes | None = None) -> None:
+        """Enter a process, and its connection if that is known already."""
+        row = self._rows[slot]
+        row.child, row.peer = child, peer
         self._poller.register(child.pidfd, zmq.POLLIN)
 
     def keep_num_blocks(self, slot: Slot, ready: Ready) -> None:
@@ -197,56 +153,6 @@ class ProcessTable:
         rows = self._rows
         rows[one], rows[other] = rows[other], rows[one]
 
-    # Zygotes ------------------------------------------------------------------------------------
-
-    def zygote_events(self) -> list[ZygoteEvent]:
-        """Receive messages of the zygotes, and take over the workers that they have forked."""
-        zygotes = list(self._zygotes.items())
-        return [event for rank, zygote in zygotes for event in self._events_of(rank, zygote)]
-
-    def _events_of(self, rank: int, zygote: ForkServer) -> list[ZygoteEvent]:
-        slot = Slot(Role.ZYGOTE, rank)
-        try:
-            messages = zygote.receive()
-        except ProtocolError as error:
-            log.error("the %s is killed: %s", slot, error)
-            self.kill(slot)
-            return []
-        events: list[ZygoteEvent] = []
-        for message in messages:
-            match message:
-                case Forked():
-                    events += self._on_forked(zygote, message)
-                case ForkFailed():
-                    zygote.disown(message.epoch)
-                    events += self._on_fork_failed(message.epoch, message.error)
-                case _:
-                    events.append(ZygoteEvent(slot, zygote.child.epoch, message))
-        return events
-
-    def _on_forked(self, zygote: ForkServer, forked: Forked) -> list[ZygoteEvent]:
-        try:
-            child = zygote.claim(forked)
-        except (OSError, ProtocolError) as error:  # ProtocolError: it was given up, and ends
-            return self._on_fork_failed(forked.epoch, str(error))
-        fork = self._forks.pop(child.epoch)
-        self._enter(fork.slot, child)
-        if fork.pid == child.pid:
-            self._rows[fork.slot].peer = fork.peer
-        return []
-
-    def _on_fork_failed(self, epoch: int, error: str) -> list[ZygoteEvent]:
-        fork = self._forks.pop(epoch, None)
-        return [] if fork is None else [ZygoteEvent(fork.slot, epoch, Fatal("start", error))]
-
-    def _on_zygote_death(self, rank: int) -> list[ZygoteEvent]:
-        zygote = self._zygotes.pop(rank)
-        self._poller.unregister(zygote.link)
-        asked = [epoch for epoch, fork in self._forks.items() if fork.slot.rank == rank]
-        zygote.close()
-        failed = [self._on_fork_failed(epoch, "the zygote has died") for epoch in asked]
-        return [event for events in failed for event in events]
-
     # Deaths -------------------------------------------------------------------------------------
 
     def dead(self, ready: Container[int]) -> list[ChildHandle]:
@@ -259,13 +165,13 @@ class ProcessTable:
     def slot_of(self, child: ChildHandle) -> Slot:
         return next(slot for slot, row in self._rows.items() if row.child is child)
 
-    def reap(self, slot: Slot) -> list[ZygoteEvent]:
+    def reap(self, slot: Slot) -> list[StartEvent]:
         """Remove a dead process; returns the forks that fail with a dead zygote."""
         row = self._rows[slot]
         assert row.child is not None
         assert row.child.poll() is not None, f"{slot} is alive"
         self._poller.unregister(row.child.pidfd)
-        events = self._on_zygote_death(slot.rank) if slot.role is Role.ZYGOTE else []
+        events = self._zygotes.remove(slot.rank) if slot.role is Role.ZYGOTE else []
         row.child.close()
         if row.peer is not None:
             self._link.forget(row.peer)
@@ -287,13 +193,8 @@ class ProcessTable:
         if child is not None:
             child.kill()
             return True
-        epoch = next((epoch for epoch, fork in self._forks.items() if fork.slot == slot), None)
-        if epoch is None:
+        if not self._zygotes.give_up(slot):
             return True
-        del self._forks[epoch]
-        zygote = self._zygotes.get(slot.rank)
-        if zygote is not None:
-            zygote.disown(epoch)
         if not spares_zygote:
             self.kill(Slot(Role.ZYGOTE, slot.rank))
         return False
@@ -312,8 +213,8 @@ class ProcessTable:
         """
         row = self._rows[slot]
         if row.child is None:
-            if pid is not None and epoch in self._forks:
-                self._forks[epoch] = _Fork(slot, pid, peer)
+            if pid is not None:
+                self._zygotes.connect(epoch, pid, peer)
         elif pid == row.child.pid or (pid is None and row.peer is None):
             row.peer = peer
 
@@ -378,30 +279,3 @@ class ProcessTable:
             )
             for slot, pid, epoch, state, number in [own, *lines]
         ]
-
-
-def num_ranks(config: EngineConfig, *, has_api: bool) -> dict[Role, int]:
-    """Return the number of processes of each role, in the order in which they are started."""
-    num_apis = config.api.api_server_count if has_api else 0
-    num_block_servers = int(config.run.replica is None and bool(blocks_address(config)))
-    if config.parallel.data_parallel_size != 1:
-        numbers = {
-            Role.REPLICA: config.parallel.data_parallel_size,
-            Role.API: num_apis,
-            Role.PLACER: int(config.placement.ray is not None),
-            Role.BLOCK_SERVER: num_block_servers,
-        }
-        return {role: number for role, number in numbers.items() if number}
-    has_standby = bool(config.recovery.standby_workers)
-    size = config.parallel.num_ranks
-    uses_gpu = config.model.model != "null" and computes_on_gpu(config.model.device)
-    numbers = {
-        Role.ZYGOTE: size * (has_standby or (size > 1 and not uses_gpu)),
-        Role.WORKER: size,
-        Role.STANDBY: size * has_standby,
-        Role.CORE: 1,
-        Role.STANDBY_CORE: int(bool(config.recovery.standby_cores)),
-        Role.API: num_apis,
-        Role.BLOCK_SERVER: num_block_servers,
-    }
-    return {role: number for role, number in numbers.items() if number}

@@ -24,7 +24,7 @@ from scripts.supervisor.fetching import Interrupted, ModelFetch
 from scripts.supervisor.host_agents import HostAgents
 from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.loop import Supervisor
-from scripts.supervisor.process_table import num_ranks
+from scripts.supervisor.roles import num_ranks
 from scripts.supervisor.run_dirs import RunDir, RunDirBusyError, wait_for_epoch_by_clock
 from scripts.supervisor.startup import open_listener
 from scripts.supervisor.system import System

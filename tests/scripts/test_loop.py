@@ -19,7 +19,7 @@ from protocol.config import EngineConfig, ParallelConfig
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from protocol.process.child_handle import Child
-from scripts.supervisor import process_table
+from scripts.supervisor import roles
 from scripts.supervisor.console import Console
 from scripts.supervisor.invocation import Invocation
 from scripts.supervisor.loop import Supervisor
@@ -127,7 +127,7 @@ def _harm(running: Supervisor, write_fd: int) -> None:
         for number in (signal.SIGKILL, signal.SIGSTOP):
             for role in (Role.WORKER, Role.CORE):
                 eventually(lambda: running.policy.is_ready, "all are ready")
-                heirs = MournedChild.predecessors[process_table.MODULES[role]]
+                heirs = MournedChild.predecessors[roles.MODULES[role]]
                 old = heirs[-1]
                 with contextlib.suppress(ProcessLookupError):  # it was killed as hanging
                     os.kill(old.pid, number)

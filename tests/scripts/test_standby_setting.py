@@ -9,7 +9,7 @@ from protocol.config import ConfigError
 from protocol.config.settings import configure
 from protocol.lifecycle import Role
 from scripts.supervisor.checks import complete_config, num_standby_workers
-from scripts.supervisor.process_table import num_ranks
+from scripts.supervisor.roles import num_ranks
 
 
 @pytest.mark.parametrize(
