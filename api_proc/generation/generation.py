@@ -19,7 +19,8 @@ from api_proc.http.open_requests import OpenResponse, Slot
 from api_proc.params import nth_seed
 from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import HistoryReader
-from api_proc.resumption.sessions import DecodedRequest, Session, Sessions, deadline_error
+from api_proc.resumption.session import DecodedRequest, Session, deadline_error
+from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
 from api_proc.text.beam_search import BeamSearch, BeamStream
 from api_proc.text.output_sequence import OutputSequence, Prompt, StopStrings, TokenStream

@@ -24,7 +24,7 @@ from api_proc.http.json_body import BodyDecoding, Turn
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
 from api_proc.peers.forwarding import forward_session, note_session
 from api_proc.resumption.event_ids import ParsePosition, StreamPosition, parse_event_id
-from api_proc.resumption.sessions import DecodedRequest, Session, request_not_found
+from api_proc.resumption.session import DecodedRequest, Session, request_not_found
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.thinking import thinking_budget

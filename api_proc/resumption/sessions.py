@@ -1,8 +1,7 @@
 """Requests that outlive their connections: a client reconnects with the same id and body.
 
-Sessions exist only with a journal. A session is one HTTP request with all its sequences; their
-outputs go into histories, which connections read. A session without a connection is removed after
-`resume_window_s`.
+Sessions exist only with a journal, from which a successor of this process restores them. A session
+without a connection is removed after `resume_window_s`.
 """
 
 import asyncio
@@ -10,19 +9,23 @@ import logging
 import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol, TypeVar, Unpack
+from typing import Protocol, TypeVar, Unpack
 
-from api_proc.bodies import SamplingBody
 from api_proc.budget import Budget, ClientBudget, Lease
 from api_proc.errors import ApiError, counted_as, unavailable
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.journaling import Journaling
 from api_proc.resumption.kept_answers import KeptAnswers
+from api_proc.resumption.session import (
+    DecodedRequest,
+    Session,
+    deadline_error,
+    request_not_found,
+)
 from api_proc.resumption.session_log import (
     AcceptRecord,
     BindRecord,
-    OutputRecord,
     PlaceRecord,
     RemoveRecord,
     Replay,
@@ -30,13 +33,11 @@ from api_proc.resumption.session_log import (
     Row,
     SentRecord,
     StopRecord,
-    packed,
     resumed,
     with_fingerprint,
     with_place,
 )
-from api_proc.text.output_sequence import Prompt
-from protocol.api_core import AddRequest, ErrorCode, RequestError, RequestOutput
+from protocol.api_core import AddRequest, RequestOutput
 from protocol.client import ReplicatedClient
 from protocol.client.errors import RequestFailed
 from protocol.client.ledger import RoutedOptions
@@ -55,23 +56,6 @@ T = TypeVar("T")
 
 log = logging.getLogger("troika.api")
 
-
-def request_not_found(request_id: str) -> ApiError:
-    message = f"request {request_id} does not exist or is over"
-    return ApiError(404, message, code="request_not_found")
-
-
-def deadline_error(timeout_s: float) -> RequestFailed:
-    """Return the error of a request whose client's `timeout` is over."""
-    message = f"timeout: {timeout_s:g} s were not enough"
-    return RequestFailed(RequestError(ErrorCode.DEADLINE, message))
-
-
-class DecodedRequest(NamedTuple):
-    body: SamplingBody
-    prompts: list[Prompt]
-
-
 Decoders = Mapping[str, Callable[[bytes, list[AddRequest]], DecodedRequest]]
 """A function for each path, which decodes a body from the journal, given its sequences."""
 
@@ -84,50 +68,6 @@ class Kept(Protocol):
 
     def restore(self, values: dict[str, bytes]) -> None:
         """Take the values of a predecessor, oldest first."""
-
-
-class Session:
-    """A request whose client may come back: its histories, and how long they are kept."""
-
-    def __init__(self, accepted: AcceptRecord, decoded: DecodedRequest, lease: Lease) -> None:
-        self.accepted = accepted
-        self.body = decoded.body
-        self.prompts = decoded.prompts
-        self.histories: list[History] = []
-        self.submitted = asyncio.Event()
-        """Set once all sequences are submitted, or the session is removed before that."""
-        self.num_attached = 0
-        """Connections that read it."""
-        self.is_known = False
-        """Whether the client knows its id, and may come back."""
-        self.is_sent = False
-        """Whether a complete answer was sent; it is kept because its end may have been lost."""
-        self.lease = lease
-        self.expiry: asyncio.TimerHandle | None = None
-        self.deadline: asyncio.TimerHandle | None = None
-
-    @property
-    def request_id(self) -> str:
-        return self.accepted.request_id
-
-    @property
-    def is_ended(self) -> bool:
-        return all(history.is_ended for history in self.histories)
-
-    def records(self) -> Iterator[Message]:
-        """Yield the session's records for a snapshot."""
-        yield packed(self.accepted)
-        number = self.accepted.number
-        for index, history in enumerate(self.histories):
-            for part in history.parts():
-                yield OutputRecord([Row(number, index, part)])
-            if history.resumed_inexactly:
-                fingerprint = self.accepted.adds[index].fingerprint
-                yield BindRecord(number, index, fingerprint, is_exact=False)
-            if history.is_stopped:
-                yield StopRecord(number, index)
-        if self.is_sent:
-            yield SentRecord(number)
 
 
 class Sessions:

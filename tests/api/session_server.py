@@ -12,8 +12,9 @@ from api_proc.bodies import CompletionBody
 from api_proc.generation.generation import Generation
 from api_proc.http.connection import HAS_CLIENT_ID_KEY, Connection
 from api_proc.resumption.journal import Journal
+from api_proc.resumption.session import DecodedRequest, Session
 from api_proc.resumption.session_log import Replay, ReplayedRequest
-from api_proc.resumption.sessions import DecodedRequest, Session, Sessions
+from api_proc.resumption.sessions import Sessions
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Prompt
 from api_proc.text.processor import TextProcessor

@@ -18,8 +18,8 @@ from api_proc.resumption import journaling as journaling_module
 from api_proc.resumption import sessions as sessions_module
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.journal_segments import DiskCalls
+from api_proc.resumption.session import Session
 from api_proc.resumption.session_log import Replay
-from api_proc.resumption.sessions import Session
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import ErrorCode
 from protocol.message import encode

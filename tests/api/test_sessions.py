@@ -13,7 +13,7 @@ from api_proc.bodies import CompletionBody
 from api_proc.budget import Freed, Lease
 from api_proc.errors import ApiError
 from api_proc.resumption.event_ids import StreamPosition
-from api_proc.resumption.sessions import DecodedRequest, Session
+from api_proc.resumption.session import DecodedRequest, Session
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest, RequestOutput
 from protocol.client.errors import RequestFailed

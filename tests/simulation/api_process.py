@@ -10,7 +10,8 @@ from api_proc.bodies import SamplingBody
 from api_proc.errors import ApiError
 from api_proc.resumption.event_ids import parse_event_id
 from api_proc.resumption.history import HistoryReader
-from api_proc.resumption.sessions import DecodedRequest, Session, Sessions
+from api_proc.resumption.session import DecodedRequest, Session
+from api_proc.resumption.sessions import Sessions
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
