@@ -434,7 +434,7 @@ PackedVector = Annotated[bytes, Meta(max_length=4 * MAX_EMBEDDING_SIZE)]
 
 
 class ModelRunnerOutput(Message):
-    """Worker rank 0 → core: the results of a step."""
+    """Worker → core: the results of a step, from the first rank of the last stage."""
 
     step_id: StepId
     sampled_token_ids: TokenIds

@@ -25,6 +25,8 @@ def merged_status(statuses: Sequence[Status]) -> Status | None:
 
 _SHARES = ("kv_cache_usage", "state_cache_usage")
 """Fractions of a replica's memory, which are averaged over the replicas."""
+_NAMES = ("running_lora_adapters", "waiting_lora_adapters")
+"""Lists of names, each of which is in the result once."""
 
 
 def _sum(stats: Sequence[EngineStats]) -> EngineStats:
@@ -34,6 +36,8 @@ def _sum(stats: Sequence[EngineStats]) -> EngineStats:
         if name in _SHARES:
             known = [value for value in values if value is not None]
             total[name] = sum(known) / len(known) if known else None
+        elif name in _NAMES:
+            total[name] = list(dict.fromkeys(itertools.chain.from_iterable(values)))
         elif isinstance(values[0], list):
             total[name] = [sum(row) for row in itertools.zip_longest(*values, fillvalue=0)]
         else:
