@@ -99,14 +99,9 @@ class ForkServer:
             os.close(parent_write)
         return parent_write is not None
 
-    @property
-    def asked(self) -> list[int]:
-        """Epochs of requested workers that have not been forked yet."""
-        return list(self._asked)
-
     def close(self) -> None:
         """Close everything and give up requested workers, after the end of the zygote."""
-        for epoch in self.asked:
+        for epoch in list(self._asked):
             self.disown(epoch)
         self.link.close()
         self.child.close()
