@@ -304,45 +304,20 @@ def attend_kernel(
             )
             for first_key in range(loop_begin, loop_end, TILE_KEYS):
                 running_max, running_sum, acc = attend_to_tile(
-                    *(
-                        running_max,
-                        running_sum,
-                        acc,
-                        queries,
-                        position,
-                        keys,
-                        values,
-                        blocks,
-                    ),
+                    *(running_max, running_sum, acc, queries, position, keys, values, blocks),
                     *(first_key, first_visible, end, kv_head, scale, softcap),
                     *(NUM_KV_HEADS, HEAD_DIM, PADDED_DIM, VALUE_DIM, PADDED_VALUE_DIM),
                     *(BLOCK_SIZE, WINDOW, HAS_SOFTCAP, stage == 1, TILE_KEYS),
                 )
         if IS_SPLIT:
             store_partial(
-                *(
-                    running_max,
-                    running_sum,
-                    acc,
-                    partial_out,
-                    partial_stats,
-                    part,
-                    head,
-                    is_row,
-                ),
+                *(running_max, running_sum, acc, partial_out, partial_stats, part, head, is_row),
                 *(NUM_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
             )
         else:
             if HAS_SINKS:
                 running_sum, acc = with_sinks(running_max, running_sum, acc, sinks, head, is_row)
             store_result(
-                running_sum,
-                acc,
-                out,
-                row,
-                head,
-                is_row,
-                NUM_HEADS,
-                VALUE_DIM,
-                PADDED_VALUE_DIM,
+                *(running_sum, acc, out, row, head, is_row),
+                *(NUM_HEADS, VALUE_DIM, PADDED_VALUE_DIM),
             )
