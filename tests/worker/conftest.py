@@ -2,6 +2,8 @@
 
 import copy
 import json
+import os
+import platform
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +16,7 @@ from tests.worker.checkpoints import ARCHITECTURES, Architecture, build_checkpoi
 from tests.worker.parity import MAX_TOKENS, Serve, Served, generate_all, make_prompts
 from worker_proc.attention.probe import ProbedModel, probe_model
 from worker_proc.loading import inspection
+from worker_proc.native import build as native_build
 from worker_proc.native.build import build, compiler, cpu_description
 from worker_proc.native.kernels import NativeLibrary
 from worker_proc.startup import prepare
@@ -128,11 +131,35 @@ def sampling_library(request: pytest.FixtureRequest) -> NativeLibrary | None:
     return NativeLibrary(build())
 
 
-@pytest.fixture(scope="session", params=["tiles", "vectors", "floats"])
+@pytest.fixture(scope="session")
+def kernels_without_fma(tmp_path_factory: pytest.TempPathFactory) -> NativeLibrary:
+    """The kernels for a processor that rounds twice in a multiply-add; compiling takes minutes."""
+    if compiler() is None or platform.machine() != "x86_64":
+        pytest.skip("no C++ compiler for x86-64")
+    cache = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        cache = cache.parent  # of all processes of this run: one of them compiles
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(cache / "without_fma"))
+        patch.setattr(native_build, "NATIVE", ("-march=x86-64-v2",))
+        patch.setattr(native_build, "prebuilt_path", lambda: None)
+        return NativeLibrary(build())
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        *("tiles", "vectors", "floats"),
+        pytest.param("without_fma", marks=[pytest.mark.slow, pytest.mark.timeout(900)]),
+    ],
+)
 def kernels(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> NativeLibrary:
     """The kernels with and without AMX, and with products by float32; each file is loaded once."""
+    if request.param == "without_fma":
+        library: NativeLibrary = request.getfixturevalue("kernels_without_fma")
+        return library
     if request.param == "tiles":
         if "amx_tile" not in cpu_description().split():
             pytest.skip("without AMX the kernels are those of vectors or of floats")

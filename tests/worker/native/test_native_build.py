@@ -9,9 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.worker.bitwise import compare, engine_config
+from protocol.config import Quantization
+from tests.worker.bitwise import NUM_THREADS, compare, engine_config
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.odd_models import CONFIGS
+from tests.worker.quantization.loads import quantized
 from worker_proc.loading.proofs import find_proofs
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native import build as module
@@ -280,11 +282,14 @@ def prebuilt(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {target.name: path for target, path in zip(TARGETS, paths, strict=True)}
 
 
-def load(library: NativeLibrary, directory: Path, dtype: str) -> ModelRunner:
+def load(
+    library: NativeLibrary, directory: Path, dtype: str, quantization: Quantization | None = None
+) -> ModelRunner:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "load_library", lambda: library)
         patch.setattr(checks, "start_building", lambda: None)
-        return load_model_runner(engine_config(directory, dtype), lambda *_: None)
+        config = quantized(engine_config(directory, dtype), quantization)
+        return load_model_runner(config, lambda *_: None)
 
 
 @needs_compiler
@@ -310,3 +315,20 @@ def test_every_target_is_proven_and_the_best_one_has_the_bits_of_one_compiled_he
             assert (runner.facts.decoder, runner.facts.exact_resume) == ("native", True)
             if target is best:
                 compare([compiled, runner], monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("quantization", [None, *Quantization])
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe"])
+def test_logits_without_fused_multiply_adds_are_the_same_bits_in_every_schedule(
+    name: str,
+    quantization: Quantization | None,
+    kernels_without_fma: NativeLibrary,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    build_checkpoint(tmp_path, CONFIGS[name])
+    runner = load(kernels_without_fma, tmp_path, "bfloat16", quantization)
+    assert (runner.facts.decoder, runner.facts.exact_resume) == ("native", True)
+    compare([runner] * len(NUM_THREADS), monkeypatch)
