@@ -12,8 +12,11 @@ class Share(NamedTuple):
     num_ranks: int
 
     def of(self, num_units: int) -> range:
-        """Return this rank's units; if there are fewer units than ranks, some ranks share one."""
-        if num_units < self.num_ranks:
+        """Return this rank's units; if there are fewer units than ranks, some ranks share one.
+
+        There may be none at all, for example without shared experts.
+        """
+        if 0 < num_units < self.num_ranks:
             unit = self.rank * num_units // self.num_ranks
             return range(unit, unit + 1)
         count = num_units // self.num_ranks

@@ -17,6 +17,7 @@ from protocol.config import NativeDecoder
 from protocol.process.run_dir import exchange_prefix
 from protocol.sampling import SamplingParams
 from scripts.testing import eventually
+from tests.families.configs import small_config
 from tests.worker.checkpoints import ARCHITECTURES, SHAPE, Architecture, build_checkpoint
 from tests.worker.driving import check_schedules, sampled_with_penalty
 from tests.worker.parallel.ranks import (
@@ -91,6 +92,14 @@ def test_other_families_have_the_same_bits_in_every_batch(name: str, tmp_path: P
         assert run.logprobs == together.logprobs
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+def test_ranks_divide_mixtures_without_shared_experts(tmp_path: Path) -> None:
+    config = small_config("dots1", n_shared_experts=0)
+    ranks = compare_with_generate(tmp_path / "model", config, 2)
+    assert ranks.runners[0].facts.exact_resume
+
+
 def test_tokens_do_not_depend_on_the_batch_the_cut_or_a_restart(tmp_path: Path) -> None:
     """Modules or the native decoder sample in bfloat16, with a penalty and logprobs."""
     build_checkpoint(tmp_path / "model", LlamaConfig(**SHAPE))
@@ -132,6 +141,7 @@ def test_float16_is_refused(tmp_path: Path) -> None:
 def test_fewer_units_than_ranks_are_held_by_several() -> None:
     assert [list(Share(rank, 4).of(8)) for rank in range(4)] == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert [list(Share(rank, 4).of(2)) for rank in range(4)] == [[0], [0], [1], [1]]
+    assert [list(Share(rank, 4).of(0)) for rank in range(4)] == [[], [], [], []]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -79,7 +79,7 @@ def low_rank_terms(module: nn.Module, name: str, matrix: str) -> list[str]:
 def keep_outputs(module: nn.Module, name: str, sections: Sequence[Section], share: Share) -> None:
     """Keep a rank's share of the outputs of each section, with their biases."""
     kept = kept_units(sections, share)
-    outputs = torch.tensor(kept)
+    outputs = torch.tensor(kept, dtype=torch.int64)  # there may be none
     matrix = matrix_of(module, name)
     assert matrix is not None
     _replace(module, name, matrix.index_select(-2, outputs))
