@@ -30,13 +30,20 @@ def validate_request(
         )
     if params.pooling is not None and (error := _validate_pooling(add, facts)) is not None:
         return error
-    if params.pooling is None and not facts.generates:
-        text = "the model generates no text: it returns vectors, or scores of labels"
-        return RequestError(ErrorCode.UNSUPPORTED, text, "model")
+    if params.pooling is None and (error := generation_error(facts)) is not None:
+        return error
     detection = params.repetition_detection
     if detection is not None and (error := _validate_detection(detection)) is not None:
         return error
     return _validate_room(add, facts)
+
+
+def generation_error(facts: ModelFacts) -> RequestError | None:
+    """Return why a model answers no request for text; None if it answers them."""
+    if facts.generates:
+        return None
+    text = "the model generates no text: it returns vectors, or scores of labels"
+    return RequestError(ErrorCode.UNSUPPORTED, text, "model")
 
 
 def _validate_lengths(add: AddRequest, facts: ModelFacts) -> RequestError | None:

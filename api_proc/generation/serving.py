@@ -34,6 +34,7 @@ from protocol.client.packed_prompt import PromptIds
 from protocol.core_worker import ModelFacts
 from protocol.message import TokenIds
 from protocol.process.failpoints import failpoint
+from protocol.request_validation import generation_error
 from protocol.sampling import Grammar, SamplingParams
 
 _SEND_BYTES = 16 * 1024
@@ -139,6 +140,8 @@ class GenerationApi(Generic[Body]):
     ) -> bool:
         """Submit all sequences; False: the request has ended, or its answer was another's."""
         body, facts, grammar = decoded
+        if (error := generation_error(facts)) is not None:
+            raise from_request_error(error, self.prompt_param)
         try:
             prompts = await generation.prepare(self.tokenize(state, body, facts))
             forms = await packed_in_slices([ids for ids, _ in prompts], facts, turn)

@@ -13,6 +13,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 from api_proc.text.label_config import LabelConfig, label_config
+from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import EncodeOptions, HfTokenizer, TooManyTokens
 from protocol.config import ModelConfig
 from protocol.config.settings import configure
@@ -211,6 +212,22 @@ def test_a_model_without_output_layer_refuses_to_generate() -> None:
         assert HTTP.get(live.url + "/readyz").status_code == 200
         [card] = HTTP.get(live.url + "/v1/models").json()["data"]
         assert card["max_model_len"] == FACTS.max_model_len
+
+
+def test_a_model_without_output_layer_refuses_chats_even_without_a_template() -> None:
+    config = configure(model="null")
+    text = TextProcessor.load(config.model, config.api.tokenizer_pool_size)
+    text.template = text.template_with_tools = None
+    messages = [{"role": "user", "content": "a"}]
+    with LiveServer(config, FakeClient(facts=headed(1), script=score), text) as live:
+        for path, body in (
+            ("/v1/chat/completions", {"messages": messages}),
+            ("/v1/responses", {"input": "a"}),
+            ("/v1/messages", {"messages": messages, "max_tokens": 5}),
+        ):
+            response = post(live, path, **body)
+            assert response.status_code == 400
+            assert "generates no text" in response.text
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from worker_proc.loading.layer_executor import LayerExecutor
 from worker_proc.loading.loaded_model import LoadedModel
 from worker_proc.loading.loader import load_checked
 from worker_proc.loading.mapped_pages import release_mapped_pages
+from worker_proc.loading.model_kind import ModelKind
 from worker_proc.loading.prepared import PreparedModel
 from worker_proc.loading.proofs import find_proofs, with_proof
 from worker_proc.loading.start_cache import StartCache
@@ -108,7 +109,7 @@ def prepare_model(
         release_mapped_pages(directory)
     vocabulary = Vocabulary(list(loaded.eos_token_ids), config.model.model)
     executor = _make_executor(loaded, draft, library, config.worker)
-    grammars = _load_grammars(vocabulary)
+    grammars = _load_grammars(vocabulary, loaded.kind)
     adapters = None if sites is None else _make_store(loaded, library, sites, config)
     return PreparedModel(
         loaded, library, grammars, executor, proofs, draft, adapters, checkpoint, files, passages
@@ -313,11 +314,15 @@ def _fuse(
         with_proof(proofs, f"{name}_{kind}", list[str], install)
 
 
-def _load_grammars(vocabulary: Vocabulary) -> GrammarCompiler:
-    """Return a grammar compiler with its tokens loaded; log the reason if it lacks something."""
+def _load_grammars(vocabulary: Vocabulary, kind: ModelKind) -> GrammarCompiler:
+    """Return a grammar compiler with its tokens loaded.
+
+    If it lacks something, the reason is logged, unless the model generates no text anyway.
+    """
     grammars = GrammarCompiler(vocabulary)
     try:
         grammars.load()
     except GrammarError as error:
-        _log.info("requests with a grammar will be refused: %s", error)
+        if kind is ModelKind.GENERATES:
+            _log.info("requests with a grammar will be refused: %s", error)
     return grammars
