@@ -39,7 +39,9 @@ NATIVE = ("-march=native",)
 # PyTorch brings OpenMP's library; a machine without a compiler may have an older one of C++.
 PORTABLE = ("-static-libstdc++", "-static-libgcc")
 COMPILE_TIMEOUT_S = 600.0
-"""Limit for compiling a whole library, in seconds."""
+"""Limit for compiling a whole library in the background of a start, in seconds."""
+WHEEL_COMPILE_TIMEOUT_S = 7200.0
+"""Limit for each library of a wheel, whose build may be emulated or have a slow machine."""
 _LOCK_PAUSE_S = 0.05
 _SCRATCH = "compiling-"
 PREBUILT = _HERE / "prebuilt"
@@ -170,7 +172,7 @@ def build() -> Path:
         target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with _locked(target.parent):
             if not target.exists():
-                _compile(NATIVE, target, set(cpu_description().split()))
+                _compile(NATIVE, target, set(cpu_description().split()), COMPILE_TIMEOUT_S)
     return target
 
 
@@ -203,15 +205,24 @@ def build_all_targets(directory: Path) -> list[Path]:
     for target in TARGETS:
         path = directory / _file_name(target)
         if not path.exists():
-            _compile((*PORTABLE, *target.flags), path, target.needs)
+            flags = (*PORTABLE, *target.flags)
+            _compile(flags, path, target.needs, WHEEL_COMPILE_TIMEOUT_S)
         paths.append(path)
     return paths
 
 
-def _compile(flags: tuple[str, ...], path: Path, instructions: Set[str]) -> None:
+def _compile(flags: tuple[str, ...], path: Path, instructions: Set[str], timeout_s: float) -> None:
     """Compile the sources in parallel and link a library; a RuntimeError has the reason."""
     _remove_abandoned(path.parent)
-    deadline = time.monotonic() + COMPILE_TIMEOUT_S
+    try:
+        _compile_until(time.monotonic() + timeout_s, flags, path, instructions)
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"{compiler()} takes longer than {timeout_s:g} s") from None
+
+
+def _compile_until(
+    deadline: float, flags: tuple[str, ...], path: Path, instructions: Set[str]
+) -> None:
     if "avx512f" not in instructions and _has_flags(WIDE_MOVES, deadline):
         flags = (*flags, *WIDE_MOVES)
     threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
@@ -244,20 +255,20 @@ def _has_flags(flags: tuple[str, ...], deadline: float) -> bool:
 
 
 def _run(deadline: float, *arguments: str) -> None:
-    """Run the compiler until a deadline; a RuntimeError has the reason why it failed."""
+    """Run the compiler; a RuntimeError has the reason why it failed.
+
+    After the deadline a `subprocess.TimeoutExpired` is raised.
+    """
     command = compiler()
     if command is None:
         raise RuntimeError("no C++ compiler: neither $CXX nor g++ is in PATH")
-    try:
-        done = subprocess.run(
-            [command, *arguments],
-            capture_output=True,
-            text=True,
-            timeout=deadline - time.monotonic(),
-            check=False,
-        )
-    except subprocess.TimeoutExpired:
-        raise RuntimeError(f"{command} takes longer than {COMPILE_TIMEOUT_S:g} s") from None
+    done = subprocess.run(
+        [command, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=deadline - time.monotonic(),
+        check=False,
+    )
     if done.returncode != 0:
         raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
 

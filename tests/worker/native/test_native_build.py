@@ -159,6 +159,15 @@ def test_a_compilation_that_does_not_end_is_not_waited_for_any_longer(
     assert not compilations.exists()
 
 
+def test_the_build_of_a_wheel_may_take_longer_than_a_compilation_of_a_start(
+    compilations: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.0)
+    with pytest.raises(RuntimeError, match=r"compiler takes longer than 0 s"):
+        module._compile((), tmp_path / "library", set(), module.COMPILE_TIMEOUT_S)
+    assert len(build_all_targets(tmp_path / "prebuilt")) == len(TARGETS)
+
+
 @needs_compiler
 def test_an_error_of_the_compiler_is_reported_and_nothing_is_left(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
