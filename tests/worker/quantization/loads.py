@@ -1,6 +1,7 @@
 """Loads checkpoints whose weights are rounded."""
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 from transformers import (
@@ -41,20 +42,16 @@ MODELS: dict[str, PretrainedConfig] = {
     "mixtral": CONFIGS["mixtral"],
     "gpt2": CONFIGS["gpt2"],
 }
+_DOTS1: dict[str, Any] = {
+    **{"n_routed_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 48},
+    **{"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+}
 MIXTURES: dict[str, PretrainedConfig] = {
     "mixtral": MixtralConfig(**SHAPE, num_local_experts=5, num_experts_per_tok=2),
     "qwen3_moe": Qwen3MoeConfig(
         **SHAPE, num_experts=7, num_experts_per_tok=3, moe_intermediate_size=48
     ),
     **{one.name: one.config() for one in KINDS},
-    "dots1": Dots1Config(
-        **SHAPE,
-        n_routed_experts=7,
-        num_experts_per_tok=3,
-        moe_intermediate_size=48,
-        first_k_dense_replace=1,
-        n_group=1,
-        topk_group=1,
-        n_shared_experts=1,
-    ),
+    "dots1": Dots1Config(**SHAPE, **_DOTS1, n_shared_experts=1),
+    "dots1_routed_only": Dots1Config(**SHAPE, **_DOTS1, n_shared_experts=0),
 }
