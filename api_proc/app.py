@@ -17,7 +17,6 @@ from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_proc import openapi
 from api_proc.adapters import routes as adapter_routes
 from api_proc.anthropic.errors import MessagesMiddleware
 from api_proc.anthropic.routes import MESSAGES, count_tokens
@@ -37,6 +36,7 @@ from api_proc.openai.chat import CHAT
 from api_proc.openai.completions import COMPLETIONS
 from api_proc.openai.generate import GENERATE
 from api_proc.openai.invocations import invoke
+from api_proc.openapi import routes as openapi
 from api_proc.operation import admin_routes, info_routes, load_routes
 from api_proc.page import routes as page
 from api_proc.peers import sums

@@ -9,15 +9,17 @@ from collections.abc import Mapping
 from pathlib import PurePath
 
 from api_proc.adapters.registry import AdapterRegistry
-from api_proc.budget import Budget, ClientBudget
 from api_proc.errors import ApiError, overloaded, unavailable
 from api_proc.fairness.admission import PARTS_PER_TURN, Admission
+from api_proc.fairness.budget import Budget
+from api_proc.fairness.client_budget import ClientBudget
 from api_proc.fairness.fair_gate import FairGate
 from api_proc.http.api_keys import ApiKeys
 from api_proc.http.json_body import LargeRequests
 from api_proc.http.open_requests import OpenRequests
 from api_proc.http.request_ids import RequestIds
-from api_proc.metrics import Metrics, MetricsCollector
+from api_proc.metrics.collector import MetricsCollector
+from api_proc.metrics.process_metrics import Metrics
 from api_proc.page.process_list import ProcessList
 from api_proc.peers.peers import Peers
 from api_proc.peers.shared_counters import SharedCounters

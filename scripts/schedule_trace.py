@@ -95,7 +95,7 @@ class Replay:
         # The other policies of the traces order by the step of arrival alone.
         self._has_arrival_times = config["policy"] == "priority"
         num_blocks = config.pop("num_gpu_blocks")
-        num_active_seqs = config.pop("max_num_active_seqs")  # vLLM's: replaces the other one
+        num_active_seqs = config.pop("max_num_active_seqs")  # it replaces the other one, as in vLLM
         if num_active_seqs is not None:
             config["max_num_seqs"] = num_active_seqs
         self._scheduler = Scheduler(

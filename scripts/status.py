@@ -180,7 +180,7 @@ def _where(run_dir: str) -> str:
     """Return the address in brackets; empty: no answer that can be read."""
     try:
         place = _place(_query(run_dir, _CHOICE_TIMEOUT_S))
-    except (LookupError, ProtocolError):  # of another version, perhaps
+    except (LookupError, ProtocolError):  # it may be of another version
         return ""
     return f"   ({place})" if place else ""
 

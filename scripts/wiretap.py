@@ -100,7 +100,7 @@ def _pump(source: socket.socket, sink: socket.socket, direction: str, decode: De
         while data := source.recv(2**16):
             for parts in splitter.feed(data):
                 line = f"{direction:16} {sum(map(len, parts)):5} B  {describe(parts, decode)}"
-                print(line[:160] + "\n", end="", flush=True)  # in one piece
+                print(line[:160] + "\n", end="", flush=True)  # lines of two threads do not mix
             sink.sendall(data)
     for end in (source, sink):  # the opposite direction ends too
         with contextlib.suppress(OSError):  # its peer has disconnected

@@ -30,8 +30,9 @@ PRODUCT = [*ALLOWED, "scripts"]
 SUBPACKAGES = {
     "protocol": ["fairness", "config", "stores", "transport", "process", "client"],
     "api_proc": [
-        *("chat", "fairness", "text", "resumption", "http", "peers", "adapters", "generation"),
-        *("pooling", "openai", "responses", "anthropic", "operation", "page", "llm", "process"),
+        *("chat", "fairness", "text", "resumption", "http", "peers", "metrics", "adapters"),
+        *("generation", "pooling", "openai", "responses", "anthropic", "operation", "page"),
+        *("openapi", "llm", "process"),
     ],
     "core_proc": ["kv", "scheduling", "recovery", "outputs", "preparation", "links"],
     "worker_proc": [

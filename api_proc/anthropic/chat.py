@@ -25,7 +25,6 @@ from api_proc.unknown_fields import FOREIGN, refuse_foreign
 
 _MAX_TENANT_CHARS = 256
 
-# Names of chats and of other servers, which a client would expect to have an effect.
 FOREIGN_NAMES = dict.fromkeys((*FOREIGN, *ChatBody.__struct_fields__), "") | {
     "enable_thinking": "thinking",
     "include_reasoning": "thinking",
@@ -37,6 +36,8 @@ FOREIGN_NAMES = dict.fromkeys((*FOREIGN, *ChatBody.__struct_fields__), "") | {
     "stop": "stop_sequences",
     "user": "metadata",
 }
+"""Names of chats and of other servers, which a client would expect to have an effect, with the
+field of this route to use instead."""
 
 
 class MessagesChat(ChatBody, kw_only=True):

@@ -6,7 +6,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_proc.anthropic.objects import MessageError, MessageErrorResponse, Ping, frame
 from api_proc.errors import UNSUPPORTED, ApiError
-from api_proc.http.connection import REQUEST_ID_KEY, STYLE_KEY, ResponseStyle, encode
+from api_proc.http.connection import encode
+from api_proc.http.scope import REQUEST_ID_KEY, STYLE_KEY, ResponseStyle
 
 PATH = "/v1/messages"
 
@@ -20,7 +21,6 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-# A chat's names at the start of an error, with those of the body that it was made of.
 _NAMES = tuple(
     (re.compile(pattern), name)
     for pattern, name in (
@@ -31,6 +31,7 @@ _NAMES = tuple(
         (r"^thinking_token_budget\b", "thinking.budget_tokens"),
     )
 )
+"""Names of a chat's fields at the start of an error, with those of the body that it was made of."""
 
 
 def error_response(error: ApiError, request_id: str) -> MessageErrorResponse:

@@ -42,7 +42,7 @@ class JsonCalls:
         """Read one object; False if it is not a call, or not a complete one."""
         reader, sink = context.reader, context.sink
         name: str | None = None
-        early: list[str] = []  # arguments that come before the name
+        early: list[str] = []  # these arguments come before the name
         has_arguments = False
         reader.take(1)
         while (character := (yield from reader.skip(" \t\r\n,"))) == '"':
@@ -58,11 +58,11 @@ class JsonCalls:
                 sink.start_call(name)
                 sink.arguments("".join(early))
             elif name is None and context.is_bare and key != "type":
-                return False  # JSON that is content, which must not wait for its end
+                return False  # the JSON is content, which must not wait for its end
             elif key in _ARGUMENTS_KEYS:
                 has_arguments = True
                 emit = early.append if name is None else sink.arguments
-                if (yield from reader.skip()) in ('"', "n"):  # JSON as a string, or null
+                if (yield from reader.skip()) in ('"', "n"):  # it is JSON in a string, or null
                     held: list[str] = []
                     is_complete = yield from reader.json_value(held.append)
                     emit(_decoded("".join(held)) or "{}")

@@ -12,7 +12,7 @@ MAX_START_CHARS = 8192
 """Enough for the rules that every grammar has."""
 _JSON_OPTIONS = {
     "whitespace_flexible": False,
-    # Not \s, which matches white space that JSON does not allow.
+    # \s would match white space that JSON does not allow.
     "item_separator": r"[ \t\r\n]{0,2},[ \t\r\n]{0,2}",
     "key_separator": r"[ \t\r\n]{0,2}:[ \t\r\n]{0,2}",
 }

@@ -1,1 +1,1 @@
-"""The order in which the clients of the API get what they share."""
+"""What the clients of the API share: how much each may take of it, and in which order."""

@@ -7,7 +7,7 @@ from api_proc.bodies import SamplingBody
 from api_proc.generation.pieces import chained, pieces
 from api_proc.generation.steps import Step, merged
 from api_proc.generation.token_times import TokenTimes
-from api_proc.metrics import Metrics
+from api_proc.metrics.process_metrics import Metrics
 from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import History
 from api_proc.text.output_sequence import Delta, OutputSequence
@@ -30,7 +30,7 @@ class DeltaReader:
         self._request_id = request_id
         self._arrival = arrival
         self._num_each = body.num_sequences
-        has_prompts = body.num_prompt_logprobs is not None  # never in a beam search
+        has_prompts = body.num_prompt_logprobs is not None  # a beam search has none
         self._waits_for_prompts = bool(body.stream and has_prompts and self._num_each > 1)
         """Whether a prompt's other sequences begin after the first one, which alone has the log
         probabilities of the prompt."""

@@ -13,9 +13,10 @@ from api_proc.errors import counted_as, invalid
 from api_proc.generation.beam_search import search_options
 from api_proc.generation.delta_reader import DeltaReader, OnSkipped
 from api_proc.generation.steps import Step
-from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
+from api_proc.http.access_log import GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.open_requests import OpenResponse, Slot
+from api_proc.http.scope import GENERATION_KEY
 from api_proc.params import nth_seed
 from api_proc.resumption.event_ids import StreamPosition, beyond_the_end
 from api_proc.resumption.history import HistoryReader

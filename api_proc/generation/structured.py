@@ -226,7 +226,7 @@ def _from_schema(
     """Return the grammar of a schema; `compact`: without whitespace between JSON tokens."""
     value = _decoded(schema, param)
     if value is False:
-        raise invalid(param, "is false, which no value follows")
+        raise invalid(param, "is false, a schema that no value satisfies")
     if value is True:
         value = {}  # the compiler adds its own options to an object
     if compact or whitespace is not None:

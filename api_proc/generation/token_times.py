@@ -2,7 +2,7 @@
 
 import time
 
-from api_proc.metrics import Metrics
+from api_proc.metrics.process_metrics import Metrics
 from api_proc.text.output_sequence import OutputSequence
 
 

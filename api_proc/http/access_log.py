@@ -14,11 +14,10 @@ from typing import Any, NamedTuple
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from api_proc.http.connection import REQUEST_ID_KEY
-from api_proc.http.middleware import OPEN_PATHS, STATUS_KEY
+from api_proc.http.middleware import OPEN_PATHS
+from api_proc.http.scope import GENERATION_KEY, REQUEST_ID_KEY, STATUS_KEY
 from protocol.config import AccessLog, LogFormat
 
-GENERATION_KEY = "troika.generation"
 NUM_EACH_SECOND = 50
 """Requests per second up to which all are logged."""
 SAMPLE_EVERY = 100

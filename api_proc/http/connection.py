@@ -2,17 +2,28 @@
 
 import asyncio
 import contextlib
-import ipaddress
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
-from api_proc.budget import Budget
 from api_proc.errors import ApiError
 from api_proc.fairness.admission import Admission
+from api_proc.fairness.budget import Budget
+from api_proc.http.origins import origin_of
+from api_proc.http.pieces import PIECE_BYTES, divided
 from api_proc.http.request_lease import RequestLease
+from api_proc.http.scope import (
+    ABORT_KEY,
+    HAS_CLIENT_ID_KEY,
+    ON_LOST_KEY,
+    REQUEST_ID_KEY,
+    STYLE_KEY,
+    UNREAD_KEY,
+    ResponseStyle,
+    error_body,
+)
 from protocol.process.failpoints import failpoint
 
 BODY_TIMEOUT_S = 60.0
@@ -23,35 +34,6 @@ LINGER_IDLE_S = 1.0
 KEEP_ALIVE_INTERVAL_S = 15.0
 KEEP_ALIVE_COMMENT = b": keep-alive\n\n"
 
-# Keys of the ASGI scope.
-REQUEST_ID_KEY = "troika.request_id"
-HAS_CLIENT_ID_KEY = "troika.has_client_id"
-"""Whether the client chose the request's id."""
-ORIGIN_KEY = "troika.origin"
-"""The API key that admitted the request, as a name that does not reveal it."""
-UNIX_SOCKET = "unix socket"
-"""The origin of all clients of a Unix socket, at each API process."""
-ORIGIN_HEADER = b"x-troika-origin"
-"""The origin of a request that another API process has forwarded."""
-STYLE_KEY = "troika.style"
-"""How the answers of a route look if they do not have OpenAI's shape; see `ResponseStyle`."""
-UNREAD_KEY = "troika.num_unread"
-"""A function that counts the tokens that wait to be sent, for the server."""
-ABORT_KEY = "troika.abort"
-"""A function of the server that closes the connection at once."""
-ON_LOST_KEY = "troika.on_lost"
-"""A function of the server that takes a function to call when the connection is lost."""
-
-
-class ResponseStyle(NamedTuple):
-    """What all responses have in common on routes that do not have OpenAI's shape."""
-
-    keep_alive: bytes
-    """Sent while a stream is silent."""
-    render_error: Callable[[ApiError, str], bytes]
-    """Returns the body of an error response, given the request's id."""
-
-
 Headers = Iterable[tuple[bytes, bytes]]
 JSON = b"application/json"
 encode = msgspec.json.Encoder().encode
@@ -59,8 +41,6 @@ encode = msgspec.json.Encoder().encode
 
 T = TypeVar("T")
 
-_PIECE_BYTES = 64 * 1024
-"""Bytes of a response that are written at once if it has more."""
 _CLOSE = (b"connection", b"close")
 _FRAMING = (b"content-length", b"transfer-encoding")
 """Headers of requests that have a body."""
@@ -75,21 +55,6 @@ _STREAM_START: Message = {
         (b"x-accel-buffering", b"no"),
     ],
 }
-
-
-def _network(host: str) -> str:
-    """Return an IPv4 address, or the network of an IPv6 address, whose host part is free to choose.
-
-    Any other text is returned as it is.
-    """
-    try:
-        address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:
-        return host[:64]
-    if isinstance(address, ipaddress.IPv4Address):
-        return str(address)
-    mapped = address.ipv4_mapped
-    return str(mapped or ipaddress.IPv6Network((address, 64), strict=False))
 
 
 class Connection:
@@ -147,13 +112,7 @@ class Connection:
     @property
     def origin(self) -> str:
         """The API key or the address that the request came from, or `UNIX_SOCKET`."""
-        if (key := self.scope.get(ORIGIN_KEY)) is not None:
-            return str(key)
-        if self.is_forwarded:
-            origin: bytes = dict(self.scope["headers"]).get(ORIGIN_HEADER, b"")
-            return origin.decode()
-        host = (self.scope.get("client") or ("", 0))[0]
-        return _network(host) or UNIX_SOCKET
+        return origin_of(self.scope, is_forwarded=self.is_forwarded)
 
     async def read_body(self, max_bytes: int, *, is_control: bool = False) -> bytes:
         """Read the whole body, but at most one chunk more than `max_bytes`; raises `ApiError`.
@@ -243,7 +202,7 @@ class Connection:
         """
         self.scope[UNREAD_KEY] = num_unread
         listen = self.scope.get(ON_LOST_KEY)
-        if listen is None:  # the server of a host
+        if listen is None:  # the server of a host lacks it
             self._tasks.append(asyncio.create_task(self._watch(on_disconnect)))
             return
 
@@ -297,14 +256,14 @@ class Connection:
     async def send_pieces(self, pieces: Sequence[bytes]) -> None:
         """Send a response as fast as the client reads, so that no copy of it is buffered."""
         num_bytes = sum(map(len, pieces))
-        if num_bytes <= _PIECE_BYTES:
+        if num_bytes <= PIECE_BYTES:
             await self.send(200, b"".join(pieces))
             return
         length = (b"content-length", str(num_bytes).encode())
         fields = [length, (b"content-type", JSON), *self.headers]
         self.response_started = True
         await self._write({"type": "http.response.start", "status": 200, "headers": fields})
-        for piece in _divided(pieces):
+        for piece in divided(pieces):
             await self._write({"type": "http.response.body", "body": piece, "more_body": True})
         await self._write({"type": "http.response.body", "body": b""})
 
@@ -357,8 +316,8 @@ class Connection:
             self.response_started = True
             headers = [*_STREAM_START["headers"], *self.headers]
             await self._write({**_STREAM_START, "headers": headers})
-        if sum(map(len, frames)) > _PIECE_BYTES:
-            for piece in _divided(frames):
+        if sum(map(len, frames)) > PIECE_BYTES:
+            for piece in divided(frames):
                 await self._write({"type": "http.response.body", "body": piece, "more_body": True})
             frames = ()
         if frames or not more:
@@ -398,27 +357,6 @@ class Connection:
             await asyncio.sleep(self._keep_alive_interval_s)
             if num_sent == self._num_sent and not self._is_sending:
                 await self.send_frames([frame])
-
-
-def _divided(pieces: Sequence[bytes]) -> Iterator[bytes]:
-    """Yield the same bytes in pieces of up to `_PIECE_BYTES`; small neighbours are joined."""
-    joined: list[bytes] = []
-    num_bytes = 0
-    for piece in pieces:
-        for start in range(0, len(piece), _PIECE_BYTES):
-            part = piece[start : start + _PIECE_BYTES]
-            if num_bytes + len(part) > _PIECE_BYTES:
-                yield b"".join(joined)
-                joined, num_bytes = [], 0
-            joined.append(part)
-            num_bytes += len(part)
-    yield b"".join(joined)
-
-
-def error_body(scope: Scope, error: ApiError) -> bytes:
-    """Return the body of an error response, in the shape of the request's route."""
-    style: ResponseStyle | None = scope.get(STYLE_KEY)
-    return error.body() if style is None else style.render_error(error, scope[REQUEST_ID_KEY])
 
 
 def _disconnected() -> ApiError:

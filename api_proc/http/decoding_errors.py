@@ -63,7 +63,7 @@ def _has_name(raw: bytes, name: str) -> bool:
     """Return whether a body that was decoded has a name whose value is not null."""
     try:
         value = msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).get(name)
-    except (msgspec.DecodeError, UnicodeDecodeError):  # in the name of an unknown field
+    except (msgspec.DecodeError, UnicodeDecodeError):  # the name of a field is not valid
         return False
     return value is not None and bytes(value).strip() != b"null"
 

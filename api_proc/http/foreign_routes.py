@@ -9,8 +9,7 @@ _BATCHES = "troika run-batch answers a file of requests"
 _STORED = "use previous_response_id of POST /v1/responses"
 _WEIGHTS = "an engine reads weights only at its start"
 
-INSTEAD = {
-    # Ollama
+_OLLAMA = {
     "/api/chat": _CHAT,
     "/api/generate": _COMPLETIONS,
     "/api/embed": _EMBEDDINGS,
@@ -20,18 +19,21 @@ INSTEAD = {
     "/api/show": _MODELS,
     "/api/version": "use GET /version",
     "/api/pull": "the model is named when the server starts",
-    # llama.cpp
+}
+_LLAMA_CPP = {
     "/completion": _COMPLETIONS,
     "/embedding": _EMBEDDINGS,
     "/infill": "use POST /v1/completions with the model's own markers for a gap",
     "/props": _MODELS,
     "/reranking": "use POST /rerank",
-    # Text Generation Inference, SGLang
+}
+_TGI_AND_SGLANG = {
     "/generate": _COMPLETIONS,
     "/generate_stream": _COMPLETIONS,
     "/encode": _EMBEDDINGS,
     "/flush_cache": "use POST /reset_prefix_cache, which exists with --enable-admin-routes",
-    # OpenAI, Anthropic, Cohere
+}
+_PROVIDERS = {
     "/v1/engines": _COMPLETIONS,
     "/v1/complete": "use POST /v1/messages",
     "/v1/audio": _TEXT_ONLY,
@@ -47,7 +49,8 @@ INSTEAD = {
     "/v2/embed": _EMBEDDINGS,
     "/v2/chat": _CHAT,
     "/cohere": _CHAT,
-    # vLLM
+}
+_VLLM = {
     "/v1/chat/completions/render": "use POST /tokenize or POST /apply-template with messages",
     "/v1/completions/render": "use POST /tokenize",
     "/v1/messages/render": "use POST /v1/messages/count_tokens",
@@ -64,6 +67,7 @@ INSTEAD = {
     "/start_weight_update": _WEIGHTS,
     "/update_weights": _WEIGHTS,
 }
+INSTEAD = _OLLAMA | _LLAMA_CPP | _TGI_AND_SGLANG | _PROVIDERS | _VLLM
 """A path holds for all paths below it, too."""
 
 

@@ -94,7 +94,7 @@ class JsonScan:
 
     def _take(self, token: re.Match[bytes]) -> None:
         kind = token.lastindex
-        if kind is None:  # numbers, literals, commas, space
+        if kind is None:  # it holds numbers, literals, commas and white space
             self._take_plain(token.start(), token.end())
         elif kind == 3:
             self._enter(token[3] == b"{", token.end())

@@ -9,16 +9,14 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from api_proc.errors import ApiError
 from api_proc.http.api_keys import ApiKeys
-from api_proc.http.connection import HAS_CLIENT_ID_KEY, ORIGIN_KEY, REQUEST_ID_KEY, Connection
+from api_proc.http.connection import Connection
 from api_proc.http.request_ids import RequestIds
+from api_proc.http.scope import HAS_CLIENT_ID_KEY, ORIGIN_KEY, REQUEST_ID_KEY, STATUS_KEY
 
 OPEN_PATHS = frozenset(
     {"/health", "/healthz", "/livez", "/ping", "/readyz", "/openapi.json", "/docs"}
 )
 """Routes that need no API key: health, and the description of the API."""
-
-STATUS_KEY = "troika.status"
-"""Key of the ASGI scope: the status that was sent."""
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
 _SCHEME = b"bearer "

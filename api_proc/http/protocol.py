@@ -13,7 +13,7 @@ import httptools
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from api_proc.errors import ApiError
-from api_proc.http.connection import ABORT_KEY, ON_LOST_KEY, UNREAD_KEY
+from api_proc.http.scope import ABORT_KEY, ON_LOST_KEY, UNREAD_KEY
 from api_proc.http.signal import Signal
 
 MAX_UNREAD_TOKENS = 4096
@@ -39,11 +39,14 @@ _FRAMING = (b"content-length", b"transfer-encoding")
 class HttpProtocol(HttpToolsProtocol):
     """The parser and writer of one connection, made by uvicorn for each one."""
 
-    last_active = 0.0  # when a part of a request was received or a response ended
-    head_since: float | None = None  # when an incomplete head, or trailers, began
+    last_active = 0.0
+    """Time at which a part of a request was received or a response ended."""
+    head_since: float | None = None
+    """Time at which an incomplete head, or trailers, began."""
     num_head_bytes = 0
     """Size of that head in reads, without the first read, which may contain other parts."""
-    num_field_bytes = 0  # size of that head as parsed so far
+    num_field_bytes = 0
+    """Size of that head as parsed so far."""
     running: RequestResponseCycle | None = None
     """The request that is being answered; `cycle` is the last one that was parsed."""
     waits_since: float | None = None

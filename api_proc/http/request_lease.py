@@ -4,7 +4,7 @@ A request in a journal has a lease of its sequences, with or without a connectio
 the sequences of one connection that reads them; further connections count by themselves.
 """
 
-from api_proc.budget import Budget, Lease
+from api_proc.fairness.budget import Budget, Lease
 
 _VALUE_BYTES = 100
 """Bytes that a name or a value of the body takes as an object, as long as the request is open."""

@@ -86,7 +86,8 @@ class HttpServer(uvicorn.Server):
         self.leave_new_ones(timeout_s)
         closing = (b"connection", b"close")
         self.server_state.default_headers = [*self.server_state.default_headers, closing]
-        self.config.encoded_headers = [*self.config.encoded_headers, closing]  # for later ones
+        # Later connections get their headers from here.
+        self.config.encoded_headers = [*self.config.encoded_headers, closing]
         await asyncio.sleep(_LINGER_S)
         self.stop()
 

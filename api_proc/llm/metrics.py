@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass
 
-from api_proc.metrics import ENGINE_COUNTERS, ENGINE_GAUGES, metric_name
+from api_proc.metrics.engine_metrics import ENGINE_COUNTERS, ENGINE_GAUGES
+from api_proc.metrics.names import metric_name
 from protocol.api_core import EngineStats
 
 

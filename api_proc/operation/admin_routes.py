@@ -170,7 +170,7 @@ async def _parameters(connection: Connection, name: str = "") -> list[str]:
     for given, _ in pairs:
         if given != name:
             known = f"its only parameter is {name}" if name else "it has no parameters"
-            raise invalid(given[:64], f"this route does not know the parameter; {known}")
+            raise invalid(given[:64], f"is not a parameter of this route; {known}")
     return [value for _, value in pairs if value is not None]
 
 

@@ -1,4 +1,4 @@
-"""GET routes: models, health, metrics, version, tokenizer."""
+"""GET routes: models, health, metrics and version."""
 
 import time
 

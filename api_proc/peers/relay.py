@@ -5,7 +5,8 @@ import enum
 import logging
 from collections.abc import Iterable
 
-from api_proc.http.connection import ORIGIN_HEADER, Connection
+from api_proc.http.connection import Connection
+from api_proc.http.origins import ORIGIN_HEADER
 from api_proc.peers.directory import Peer
 from api_proc.peers.exchange import Exchange, Headers
 

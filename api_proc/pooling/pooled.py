@@ -11,10 +11,11 @@ import msgspec
 from api_proc.bodies import TruncateTokens, check_truncation
 from api_proc.errors import ApiError, counted_as, from_request_error
 from api_proc.generation.packing import packed_in_slices
-from api_proc.http.access_log import GENERATION_KEY, GenerationRecord
+from api_proc.http.access_log import GenerationRecord
 from api_proc.http.connection import Connection
 from api_proc.http.json_body import BodyDecoder, Turn
 from api_proc.http.open_requests import Slot
+from api_proc.http.scope import GENERATION_KEY
 from api_proc.state import ApiState
 from api_proc.unknown_fields import FOREIGN_POOLED
 from protocol.adapters import Adapter

@@ -36,8 +36,9 @@ async def report_ready(
     """
     interval_s = min(_PROGRESS_INTERVAL_S, child.config.recovery.startup_timeout_s / 3)
     for number in itertools.count():
-        child.progress("wait for the model", number)  # waiting is not a failure
-        child.reporter.turn()  # nor a step that takes too long
+        # Neither a long start nor a step that takes too long is the fault of this process.
+        child.progress("wait for the model", number)
+        child.reporter.turn()
         with contextlib.suppress(TimeoutError):
             await client.wait_ready(interval_s)
             break

@@ -115,7 +115,6 @@ class ResponsesBody(CommonBody, kw_only=True):
     context_management: Unsupported = UNSET
     moderation: Unsupported = UNSET
     previous_input_messages: Unsupported = UNSET
-    # As in chats.
     chat_template_kwargs: dict[str, Any] | None = None
     enable_thinking: bool | None = None
     include_reasoning: bool | None = None

@@ -48,7 +48,7 @@ class EventIds:
             return events
         num_sent = self.num_sent
         before = num_sent[index] or 0
-        if len(num_sent) == 1 and len(events) == 1:  # the common case
+        if len(num_sent) == 1 and len(events) == 1:  # this is the common case
             num_sent[0] = count = before + num_tokens
             return [b"%b%b%d\n\n" % (events[0][:-2], self._prefix, count)]
         num_sent[index] = before

@@ -62,7 +62,7 @@ class History:
             self.add(output)
             if output.num_computed_tokens is None:
                 self._on_output(self, output)
-            else:  # of use only as long as a connection reads it
+            else:  # it is of use only while a connection reads it
                 self.num_computed_tokens = output.num_computed_tokens
             self.wake()
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from api_proc.budget import Budget, Freed, Lease
+from api_proc.fairness.budget import Budget, Freed, Lease
 
 
 class _Kept(NamedTuple):
@@ -56,7 +56,7 @@ class KeptAnswers:
         if not self._num_held[holder]:
             del self._num_held[holder], self._bytes_held[holder]
 
-    def in_the_way(self, num_bytes: int, origin: str | None) -> list[str]:
+    def to_remove_for(self, num_bytes: int, origin: str | None) -> list[str]:
         """Return the requests whose removal makes room for another one; empty: that of none does.
 
         The client's own ones come first. Those of others are removed only as far as the bounds of

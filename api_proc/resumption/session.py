@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from api_proc.bodies import SamplingBody
-from api_proc.budget import Lease
 from api_proc.errors import ApiError
+from api_proc.fairness.budget import Lease
 from api_proc.resumption.history import History
 from api_proc.resumption.session_log import (
     AcceptRecord,
@@ -82,5 +82,5 @@ def request_not_found(request_id: str) -> ApiError:
 
 def deadline_error(timeout_s: float) -> RequestFailed:
     """Return the error of a request whose client's `timeout` is over."""
-    message = f"timeout: {timeout_s:g} s were not enough"
+    message = f"timeout: the request did not end within {timeout_s:g} s"
     return RequestFailed(RequestError(ErrorCode.DEADLINE, message))

@@ -216,7 +216,7 @@ class Replay:
         else:
             for row in record.rows:
                 if history := self._history(row.number, row.index):
-                    history.add(row.output)  # even after its end: a snapshot repeats outputs
+                    history.add(row.output)  # a snapshot repeats outputs, even after the end
 
     def _accept(self, accepted: AcceptRecord) -> None:
         """Add a request, or take its present engine and place from a snapshot."""

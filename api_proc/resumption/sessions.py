@@ -11,8 +11,9 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Protocol, TypeVar, Unpack
 
-from api_proc.budget import Budget, ClientBudget, Lease
 from api_proc.errors import ApiError, counted_as, unavailable
+from api_proc.fairness.budget import Budget, Lease
+from api_proc.fairness.client_budget import ClientBudget
 from api_proc.resumption.history import History, HistoryReader
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.journaling import Journaling
@@ -299,7 +300,7 @@ class Sessions:
         try:
             return self._budget.open(num_bytes, holder=origin)
         except ApiError:
-            answers = self._kept_answers.in_the_way(num_bytes, origin)
+            answers = self._kept_answers.to_remove_for(num_bytes, origin)
             if not answers:
                 raise
         for request_id in answers:

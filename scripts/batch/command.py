@@ -38,7 +38,7 @@ def main(
     parser = _make_parser(program)
     argv = sys.argv[1:] if argv is None else argv
     flags_given = argv[: argv.index("--")] if "--" in argv else argv
-    if {"-h", "--help"}.intersection(flags_given):  # without the many flags of an engine
+    if {"-h", "--help"}.intersection(flags_given):  # the many flags of an engine stay out
         parser.print_help()
         return 0
     settings.add_flags(parser)

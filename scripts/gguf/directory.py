@@ -77,7 +77,7 @@ def _put(directory: Path, files: MappedFiles, *, needs_tokenizer: bool) -> None:
         _write(inner, files, needs_tokenizer=needs_tokenizer)
         with contextlib.suppress(FileNotFoundError), alone(directory.parent) as is_alone:
             if is_alone and not is_complete(directory):
-                remove(directory.parent)  # what a start that was killed has left
+                remove(directory.parent)  # a start that was killed has left it
         with contextlib.suppress(FileExistsError):
             os.rename(draft, directory.parent)
     except OSError:

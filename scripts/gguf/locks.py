@@ -11,7 +11,7 @@ def hold_directories(directories: Iterable[Path]) -> list[int]:
     """Return file descriptors which, while they are open, keep directories from being removed."""
     held = []
     for directory in directories:
-        with contextlib.suppress(OSError):  # of a file system without locks, or without it
+        with contextlib.suppress(OSError):  # the file system may lack locks, or the directory
             fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
             held.append(fd)
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -23,7 +23,7 @@ def has_locks(directory: Path) -> bool:
     try:
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     except OSError:
-        return True  # which is not known, and nothing is kept there
+        return True  # it is not known, and nothing is kept there
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -147,7 +147,7 @@ class TokenizerFiles:
 
     def _sentencepiece(self) -> Tokenizer:
         is_gemma = self._header.architecture.startswith("gemma")
-        if is_gemma:  # which has runs of spaces as text
+        if is_gemma:  # runs of spaces are stored as text
             self._tokens = [
                 _SPACE * len(token) if token and not token.strip(" ") else token
                 for token in self._tokens

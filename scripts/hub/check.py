@@ -75,7 +75,7 @@ class Checker:
             self._process.wait()
             for pipe in (self._process.stdin, self._process.stdout):
                 assert pipe is not None
-                with contextlib.suppress(BrokenPipeError):  # unread input
+                with contextlib.suppress(BrokenPipeError):  # its input was not read
                     pipe.close()
             self._process = None
 

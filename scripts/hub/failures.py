@@ -84,7 +84,7 @@ def why_not_fetched(name: str, revision: str | None, error: Exception) -> Refusa
 
 def _why_refused(name: str, revision: str | None, error: HfHubHTTPError) -> Refusal:
     hub, status = hub_address(), error.response.status_code
-    if status == UNAUTHORIZED:  # even for names that do not exist
+    if status == UNAUTHORIZED:  # names that do not exist get it, too
         return _absent(
             name,
             f"does not exist at {hub}, or is private or gated: check the name, or "

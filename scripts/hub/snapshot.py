@@ -115,7 +115,7 @@ class Snapshot:
             paths = [file.path for file in tree if isinstance(file, RepoFile)]
         except RevisionNotFoundError:
             raise
-        except Exception as error:  # includes responses from the login page of a network
+        except Exception as error:  # a network's login page may have answered
             directory = _cached(request)
             if directory is None:
                 raise

@@ -218,7 +218,7 @@ class Transfer:
                 is_here = os.fstat(partial.fileno()).st_ino == file.partial.stat().st_ino
                 if is_here and not file.blob.exists():
                     return partial
-                if is_here:  # completed since the loop's check
+                if is_here:  # it was completed since the loop's check
                     file.partial.unlink()
             except (BlockingIOError, FileNotFoundError):
                 pass  # another process writes it, or has just completed it

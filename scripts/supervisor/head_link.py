@@ -117,7 +117,7 @@ class HeadLink:
         is_silent = self._silent_s > SILENCE_S
         if is_silent and not self._is_silent:
             problem = f" ({self._channel.problem})" if self._channel.problem else ""
-            text = "%s does not answer%s; this is tried again and again"
+            text = "%s does not answer%s; trying again"
             log.warning(text, self._address, problem)
         elif self._is_silent and not is_silent:
             log.info("%s answers", self._address)

@@ -61,7 +61,7 @@ class RunDir:
             )
         _write_pid(self._lock_fd)
         self._epoch = self._read_epoch()
-        self._file(ADAPTERS_FILE).unlink(missing_ok=True)  # the names of an earlier engine
+        self._file(ADAPTERS_FILE).unlink(missing_ok=True)  # an earlier engine left it
 
     def next_epoch(self) -> int:
         """Return a number greater than any that was issued in this directory before.
@@ -226,7 +226,7 @@ def _remove_shared_files(run_dir: str, prefixes: set[str]) -> None:
     for directory in (SHARED_MEMORY, Path(run_dir)):
         for prefix in prefixes:
             for file in directory.glob(f"*{prefix}*"):
-                with contextlib.suppress(OSError):  # another user's
+                with contextlib.suppress(OSError):  # it may be another user's
                     file.unlink()
 
 
@@ -258,7 +258,7 @@ def _entries(register: Path) -> Iterator[tuple[Path, str]]:
     for link in list(register.iterdir()):
         try:
             target = os.readlink(link)
-        except OSError:  # just removed, or no link
+        except OSError:  # it was just removed, or is a file
             continue
         yield link, target
 

@@ -65,7 +65,7 @@ def serve(
         ConfigError, ValueError: the engine cannot be started.
     """
     asked, config = config, prepared(config, has_api=invocation.has_api)
-    is_whole = config.run.replica is None  # else a replica, whose engine has decided on the rest
+    is_whole = config.run.replica is None  # the engine of a replica has decided on the rest
     if run_dir is None:
         run_dir = open_run_dir(config.run.run_dir, is_temporary=is_temporary)
     is_abandoned = False
@@ -134,7 +134,7 @@ def _of_whole_engine(config: EngineConfig, run_dir: RunDir, held: "_HeldFiles") 
     """
     if config.model.model != "null":
         _refuse_model(config)
-    config = with_kv_listen(config)  # now: a free port may be taken while the model is fetched
+    config = with_kv_listen(config)  # a free port may be taken while the model is fetched
     if config.cache.kv_offload_bytes:
         held.add_memory(run_dir.path)
     return config

@@ -10,7 +10,8 @@ from typing import Any, ParamSpec
 
 from api_proc.bodies import CompletionBody
 from api_proc.generation.generation import Generation
-from api_proc.http.connection import HAS_CLIENT_ID_KEY, Connection
+from api_proc.http.connection import Connection
+from api_proc.http.scope import HAS_CLIENT_ID_KEY
 from api_proc.resumption.journal import Journal
 from api_proc.resumption.session import DecodedRequest, Session
 from api_proc.resumption.session_log import Replay, ReplayedRequest

@@ -10,8 +10,9 @@ import httpx
 import pytest
 from starlette.types import Message, Scope
 
-from api_proc.budget import Budget, ClientBudget, Freed
 from api_proc.errors import ApiError
+from api_proc.fairness.budget import Budget, Freed
+from api_proc.fairness.client_budget import ClientBudget
 from api_proc.http.connection import Connection
 from protocol.api_core import AddRequest, RequestOutput
 from tests.api.conftest import MakeServer

@@ -8,7 +8,7 @@ import httpx
 import msgspec
 import pytest
 
-from api_proc.http.connection import _PIECE_BYTES, _divided
+from api_proc.http.pieces import PIECE_BYTES, divided
 from api_proc.openai import encoded_list, reply
 from api_proc.openai.encoded_list import EncodedList, EncodedLists
 from api_proc.responses import output as response_output
@@ -43,16 +43,16 @@ def test_a_kept_array_belongs_to_several_objects() -> None:
 
 
 @pytest.mark.parametrize(
-    "sizes", [[], [1], [10, _PIECE_BYTES, 1], [1] * 9, [50_000, 20_000, 1], [300_000, 5, 70_000]]
+    "sizes", [[], [1], [10, PIECE_BYTES, 1], [1] * 9, [50_000, 20_000, 1], [300_000, 5, 70_000]]
 )
 def test_pieces_of_bounded_size_are_written(sizes: list[int]) -> None:
     """Small ones are written together."""
     pieces = [bytes([65 + i]) * size for i, size in enumerate(sizes)]
-    divided = list(_divided(pieces))
-    assert b"".join(divided) == b"".join(pieces)
-    assert all(len(piece) <= _PIECE_BYTES for piece in divided)
-    pairs = itertools.pairwise(divided)
-    assert all(len(first) + len(second) > _PIECE_BYTES for first, second in pairs)
+    written = list(divided(pieces))
+    assert b"".join(written) == b"".join(pieces)
+    assert all(len(piece) <= PIECE_BYTES for piece in written)
+    pairs = itertools.pairwise(written)
+    assert all(len(first) + len(second) > PIECE_BYTES for first, second in pairs)
 
 
 @pytest.mark.parametrize("path", PATHS)

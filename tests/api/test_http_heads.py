@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from api_proc.http import protocol as http_protocol
-from api_proc.http.connection import UNREAD_KEY
+from api_proc.http.scope import UNREAD_KEY
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, wait_until
 

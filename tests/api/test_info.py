@@ -9,7 +9,8 @@ import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from api_proc.metrics import VLLM_NAMES, Histogram
+from api_proc.metrics.histogram import Histogram
+from api_proc.metrics.names import VLLM_NAMES
 from api_proc.state import STATUS_FRESH_S
 from protocol.api_core import LOOP_BUCKETS_S, EngineState
 from protocol.config.settings import configure

@@ -6,7 +6,8 @@ from typing import Any
 import httpx
 import pytest
 
-from api_proc.http.connection import REQUEST_ID_KEY, Connection
+from api_proc.http.connection import Connection
+from api_proc.http.scope import REQUEST_ID_KEY
 from api_proc.peers.forwarding import note_session
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import FakeClient, LiveServer, embed

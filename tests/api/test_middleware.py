@@ -14,8 +14,8 @@ from starlette.routing import Mount
 from starlette.types import Message
 
 from api_proc.app import _ROUTES, openai_app
-from api_proc.budget import Budget
 from api_proc.errors import ApiError
+from api_proc.fairness.budget import Budget
 from api_proc.http.connection import Connection
 from api_proc.http.middleware import OPEN_PATHS
 from api_proc.state import ApiState

@@ -9,7 +9,8 @@ import msgspec
 import pytest
 
 from api_proc import app, openapi
-from api_proc.openapi import OPERATIONS, Operation, document
+from api_proc.openapi.document import document
+from api_proc.openapi.operations import OPERATIONS, Operation
 from tests.api.fake_engine import LiveServer
 from tests.paths import ROOT
 

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from api_proc.bodies import CompletionBody
-from api_proc.budget import Freed, Lease
 from api_proc.errors import ApiError
+from api_proc.fairness.budget import Freed, Lease
 from api_proc.resumption.event_ids import StreamPosition
 from api_proc.resumption.session import DecodedRequest, Session
 from api_proc.text.output_sequence import Prompt

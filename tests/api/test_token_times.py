@@ -7,7 +7,8 @@ import pytest
 
 from api_proc.generation import token_times
 from api_proc.generation.token_times import TokenTimes
-from api_proc.metrics import Histogram, Metrics
+from api_proc.metrics.histogram import Histogram
+from api_proc.metrics.process_metrics import Metrics
 from api_proc.text.output_sequence import OutputSequence
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from api_proc.metrics import VLLM_NAMES
+from api_proc.metrics.names import VLLM_NAMES
 from tests.clients.catalogue import CLIENTS, Client
 from tests.clients.environments import PROGRAMS
 from tests.clients.runs import Outcome

@@ -19,7 +19,8 @@ from api_proc.errors import ApiError
 from api_proc.generation.structured import grammar_of
 from api_proc.http.json_body import BodyDecoder
 from api_proc.openai.generate import GenerateBody, completion_of
-from api_proc.openapi import OPERATIONS, Operation, document
+from api_proc.openapi.document import document
+from api_proc.openapi.operations import OPERATIONS, Operation
 from api_proc.params import bad_word_ids, resolve_max_tokens, sampling_params
 from api_proc.text.chat_template import ChatTemplateError
 from api_proc.text.processor import TextProcessor

@@ -159,7 +159,8 @@ def test_responses_are_parsed(received: bytes, expected: list[tuple[int, bytes, 
 
 
 def cases() -> Iterator[http.Case]:
-    from api_proc.openapi import OPERATIONS, document
+    from api_proc.openapi.document import document
+    from api_proc.openapi.operations import OPERATIONS
 
     made = http.Cases(document(OPERATIONS), 1)
     yield from (made.case(number) for number in range(300))

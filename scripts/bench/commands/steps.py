@@ -92,7 +92,7 @@ def replaced(patches: Sequence[Patch]) -> Iterator[None]:
             before = getattr(owner, name)
             if name in vars(owner):
                 stack.callback(setattr, owner, name, before)
-            else:  # inherited
+            else:  # it is inherited
                 stack.callback(delattr, owner, name)
             setattr(owner, name, make(before))
         yield

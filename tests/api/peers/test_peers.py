@@ -6,9 +6,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from api_proc.http.connection import REQUEST_ID_KEY, Connection
+from api_proc.http.connection import Connection
 from api_proc.http.listener import listen_unix
 from api_proc.http.request_ids import RequestIds
+from api_proc.http.scope import REQUEST_ID_KEY
 from api_proc.peers.directory import Directory
 from api_proc.peers.peers import ASK_TIMEOUT_S
 from protocol.api_core import EngineState

@@ -5,14 +5,14 @@ import subprocess
 import sys
 from pathlib import Path
 
-from api_proc.metrics import Metrics
+from api_proc.metrics.process_metrics import Metrics
 from api_proc.peers.directory import remove_all
 from api_proc.peers.shared_counters import FILE_NAME, SharedCounters
 from tests.api.peers.servers import COUNT
 
 COUNT_ONE = """
 import sys
-from api_proc.metrics import Metrics
+from api_proc.metrics.process_metrics import Metrics
 from api_proc.peers.shared_counters import SharedCounters
 metrics = Metrics(SharedCounters(sys.argv[1], 1, 2).own())
 metrics.count_end("stop")

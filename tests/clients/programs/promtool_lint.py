@@ -32,7 +32,7 @@ def problems() -> list[tuple[str, str]]:
 @check
 def names_with_a_colon_are_those_of_vllm() -> None:
     sys.path.insert(0, str(ROOT))
-    from api_proc.metrics import VLLM_NAMES
+    from api_proc.metrics.names import VLLM_NAMES
 
     found = {name.partition(":")[2] for name, problem in problems() if problem == COLON}
     known = {name if name in VLLM_NAMES else name.removesuffix("_total") for name in found}

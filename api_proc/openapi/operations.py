@@ -1,11 +1,5 @@
-"""The OpenAPI 3.1 document, made from the structs of the routes, and the page that renders it.
+"""`OPERATIONS` describes every route of `api_proc.app`; a test compares the two."""
 
-`OPERATIONS` describes every route of `api_proc.app`; a test compares the two.
-"""
-
-from collections.abc import Iterable
-from functools import lru_cache
-from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
 import msgspec
@@ -14,8 +8,6 @@ from api_proc.adapters import routes as adapter_routes
 from api_proc.anthropic.bodies import MessagesBody, PromptBody
 from api_proc.anthropic.objects import Message, MessageErrorResponse, StreamEvent, TokenCount
 from api_proc.bodies import ChatBody, CompletionBody, DetokenizeBody, TemplateBody, TokenizeBody
-from api_proc.http.connection import Connection
-from api_proc.http.middleware import OPEN_PATHS
 from api_proc.http.open_requests import Slot
 from api_proc.openai import objects, token_routes
 from api_proc.openai.generate import GenerateBody, Generated
@@ -30,8 +22,6 @@ from api_proc.responses.body import ResponsesBody
 from api_proc.responses.events import ResponseEvent
 from api_proc.responses.objects import Deleted, InputTokens, Response
 from api_proc.responses.routes import MAX_LISTED, ItemList
-from api_proc.state import ApiState
-from protocol.process.version import version
 
 
 class Error(msgspec.Struct):
@@ -323,140 +313,3 @@ OPERATIONS = (
         errors=(*_LOADS, 404),
     ),
 )
-
-_PHRASES = {
-    400: "A field has a bad value.",
-    401: "The API key is missing or wrong.",
-    404: "The model or the response does not exist.",
-    408: "The body did not arrive in time.",
-    409: "It contradicts the present state: a request was aborted or has another body, blocks"
-    " are in use.",
-    413: "The body is too large.",
-    415: "The body is compressed.",
-    429: "Too much is open; send the request again later.",
-    500: "The server has failed.",
-    503: "The engine cannot serve requests now.",
-    504: "The request did not end within its `timeout`.",
-}
-_PAGE = Path(__file__).with_name("docs.html")
-_PAGE_HEADERS = (
-    (
-        b"content-security-policy",
-        b"default-src 'none'; connect-src 'self'; script-src 'unsafe-inline';"
-        b" style-src 'unsafe-inline'",
-    ),
-    (b"x-content-type-options", b"nosniff"),
-)
-
-
-async def openapi_json(state: ApiState, connection: Connection) -> None:
-    """GET /openapi.json: the document of this server's routes."""
-    with_admin = state.config.api.enable_admin_routes
-    await connection.send(200, _encoded_document(with_admin))
-
-
-async def docs_page(state: ApiState, connection: Connection) -> None:
-    """GET /docs: a page that renders the document; it loads nothing from elsewhere."""
-    await connection.send(200, _page(), _PAGE_HEADERS, b"text/html; charset=utf-8")
-
-
-@lru_cache
-def _page() -> bytes:
-    return _PAGE.read_bytes()
-
-
-@lru_cache
-def _encoded_document(with_admin: bool) -> bytes:
-    operations = (item for item in OPERATIONS if with_admin or item.tag != "admin")
-    return msgspec.json.encode(document(operations))
-
-
-def document(operations: Iterable[Operation]) -> dict[str, Any]:
-    """Return the OpenAPI document of these routes."""
-    operations = list(operations)
-    kinds = (kind for item in operations for kind in _types(item))
-    types = {_key(kind): kind for kind in (*kinds, *_REFERENCED)}
-    found, components = msgspec.json.schema_components(
-        types.values(), ref_template="#/components/schemas/{name}"
-    )
-    schemas = dict(zip(types, found, strict=True))
-    paths: dict[str, Any] = {}
-    for item in operations:
-        paths.setdefault(item.path, {})[item.method.lower()] = _operation(item, schemas)
-    return {
-        "openapi": "3.1.0",
-        "info": {"title": "Troika", "version": version()},
-        "paths": paths,
-        "components": {
-            "schemas": components,
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
-        },
-    }
-
-
-def _key(kind: Any) -> str:
-    return repr(kind)
-
-
-def _types(item: Operation) -> list[Any]:
-    others = (p.type for p in item.parameters)
-    kinds = (item.request, item.event, item.response, item.error, *others)
-    return [kind for kind in kinds if kind is not None and not isinstance(kind, str)]
-
-
-def _operation(item: Operation, schemas: dict[str, Any]) -> dict[str, Any]:
-    content: dict[str, Any]
-    if isinstance(item.response, str):
-        content = {item.response: {"schema": {"type": "string"}}}
-    else:
-        content = {"application/json": {"schema": schemas[_key(item.response)]}}
-    if item.event is not None:
-        kinds = [schemas[_key(item.event)], schemas[_key(ErrorResponse)]]
-        content["text/event-stream"] = {"schema": _event_schema(kinds)}
-    answers: dict[str, Any] = {"200": {"description": "Done.", "content": content}}
-    for status in item.errors:
-        kind: Any = item.error
-        if status == 503 and item.tag == "health":  # it has the same fields as the 200
-            kind = item.response
-        schema = {"application/json": {"schema": schemas[_key(kind)]}}
-        answers[str(status)] = {"description": _PHRASES[status], "content": schema}
-    result: dict[str, Any] = {
-        "summary": item.summary,
-        "operationId": f"{item.method.lower()}{item.path.translate(_TO_ID)}",
-        "tags": [item.tag],
-        "security": [] if item.path in OPEN_PATHS else [{}, {"key": []}],
-        "responses": answers,
-    }
-    if item.parameters:
-        result["parameters"] = [
-            {
-                "name": parameter.name,
-                "in": parameter.place,
-                "required": parameter.place == "path",
-                "schema": schemas[_key(parameter.type)],
-            }
-            for parameter in item.parameters
-        ]
-    if item.request is not None:
-        body: dict[str, Any] = {"schema": schemas[_key(item.request)]}
-        if item.example is not None:
-            body["example"] = item.example
-        content = {"application/json": body}
-        result["requestBody"] = {"required": item.requires_body, "content": content}
-    return result
-
-
-def _event_schema(kinds: list[Any]) -> dict[str, Any]:
-    """Describe one server-sent event: JSON text of one of these kinds, or the mark of the end."""
-    piece = {
-        "type": "string",
-        "contentMediaType": "application/json",
-        "contentSchema": {"anyOf": kinds},
-    }
-    data = {"anyOf": [{"const": "[DONE]"}, piece]}
-    return {"type": "object", "properties": {"data": data}, "required": ["data"]}
-
-
-_REFERENCED = (objects.ChatTokenLogprob, objects.PromptLogprob)
-"""Types of the items of encoded lists, whose descriptions name them."""
-_TO_ID = str.maketrans({"/": "_", "{": None, "}": None, ".": "_", "-": "_"})

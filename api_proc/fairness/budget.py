@@ -1,97 +1,11 @@
-"""Bounds on the number of open requests, of each client too, and on the bytes of their bodies.
+"""Bounds on the open requests of all clients, and on the bytes that these hold.
 
-One client cannot fill a bound that all share: see `has_share`.
+Each client has a share of both: see `protocol.fairness.shares`.
 """
 
-from collections import Counter
-
 from api_proc.errors import ApiError, overloaded
-from protocol.api_core import ErrorCode
-from protocol.fairness.shares import SHARE, has_share, largest_share
-
-
-class SharedBound:
-    """A bound on what the requests of all clients hold together, of which each has a share."""
-
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self.total = 0
-        self._held: Counter[str] = Counter()
-
-    def has_room(self, more: int, freed: int = 0) -> bool:
-        """Return whether the bound permits `more`, once `freed` is no longer held."""
-        return self.total - freed + more <= self.limit
-
-    def has_share(
-        self, client: str | None, more: int, own: int = 0, *, freed: int = 0, freed_own: int = 0
-    ) -> bool:
-        """Return whether the share of a client permits `more`, once `freed` is no longer held.
-
-        The client itself holds `freed_own` of that. None has no share. A request that holds `own`
-        may have any size if it is the only one of its client.
-        """
-        held = 0 if client is None else self._held[client] - freed_own
-        if client is None or held == own:
-            return True
-        return has_share(held, self.limit - self.total + freed, more)
-
-    def add(self, client: str | None, more: int) -> None:
-        """Count what a client takes, or returns if `more` is negative, whatever the bound is."""
-        self.total += more
-        if client is not None:
-            self._held[client] += more
-            if not self._held[client]:
-                del self._held[client]
-
-    def held_by(self, client: str) -> int:
-        """Return what a client holds."""
-        return self._held[client]
-
-
-class ClientBudget:
-    """Counts the sequences of each client; past the bound a request is rejected."""
-
-    def __init__(self, max_per_client: int = 0, max_total: int | None = None) -> None:
-        """Bound the sequences of each client.
-
-        Args:
-            max_per_client: bound for each client; 0: no bound.
-            max_total: number of sequences of all clients, of which each has a share; None: no
-                shares.
-        """
-        self.max_per_client = max_per_client
-        self._has_shares = max_total is not None
-        self._sequences = SharedBound(max_total or 0)
-        """A request whose prompts are not known yet counts as one sequence."""
-
-    def check_size(self, num_sequences: int) -> None:
-        """Raise a 400 if a client may never have as many sequences open."""
-        limits = {"max_open_requests_per_client": self.max_per_client}
-        if self._has_shares:
-            limits["max_open_requests"] = largest_share(self._sequences.limit)
-        for setting, limit in limits.items():
-            if limit and num_sequences > limit:
-                text = f"{setting}: {num_sequences} sequences are more than {limit}"
-                raise ApiError(400, f"{text}, all that one client gets", code=ErrorCode.INVALID)
-
-    def check(self, client: str, more: int) -> None:
-        """Raise a 429 if a client may not have this number of further sequences now."""
-        num_open, limit = self.num_of(client), self.max_per_client
-        if more > 0 and limit and num_open + more > limit:
-            raise overloaded(
-                f"max_open_requests_per_client: {num_open} of this client's {limit} requests and"
-                f" sequences are open, and this request adds {more}"
-            )
-        if more > 0 and self._has_shares and not self._sequences.has_share(client, more):
-            raise _beyond_share("max_open_requests", self._sequences, client, "sequences", more)
-
-    def count(self, client: str, more: int) -> None:
-        """Count further sequences of a client, whatever the bound is; `more` may be negative."""
-        self._sequences.add(client, more)
-
-    def num_of(self, client: str) -> int:
-        """Return the number of a client's sequences."""
-        return self._sequences.held_by(client)
+from api_proc.fairness.client_budget import ClientBudget
+from api_proc.fairness.shared_bound import SharedBound
 
 
 class Freed:
@@ -130,8 +44,8 @@ class Budget:
             clients: counts the sequences of each client; by default there is no bound for them.
             num_others: number of the other API processes.
         """
-        self._requests = SharedBound(max_requests)
-        self._bytes = SharedBound(max_bytes)
+        self._requests = SharedBound("max_open_requests", max_requests, "requests")
+        self._bytes = SharedBound("max_open_bytes", max_bytes, "bytes")
         self.clients = clients or ClientBudget()
         self.foreign = ClientBudget(self.clients.max_per_client * max(1, num_others))
         """Counts connections for requests of other API processes, which count the sequences: a
@@ -164,9 +78,9 @@ class Budget:
         holder = client if holder is None else holder
         requests = self._requests
         if not requests.has_room(1):
-            raise overloaded(f"max_open_requests: {requests.limit} requests are open")
+            raise overloaded(f"{requests.setting}: {requests.limit} requests are open")
         if not requests.has_share(holder, 1):
-            raise _beyond_share("max_open_requests", requests, holder, "requests", 1)
+            raise requests.beyond_share(holder, 1)
         if self._bytes.total >= self._bytes.limit:
             raise self._out_of_bytes()
         clients = self.foreign if is_foreign else self.clients
@@ -207,7 +121,7 @@ class Budget:
         if self._bytes.total and not self._bytes.has_room(num_bytes):
             raise self._out_of_bytes()
         if not self._bytes.has_share(holder, num_bytes, own):
-            raise _beyond_share("max_open_bytes", self._bytes, holder, "bytes", num_bytes)
+            raise self._bytes.beyond_share(holder, num_bytes)
         self._bytes.add(holder, num_bytes)
 
     def release(self, num_bytes: int, holder: str | None) -> None:
@@ -216,20 +130,8 @@ class Budget:
         self._requests.add(holder, -1)
 
     def _out_of_bytes(self) -> ApiError:
-        total, limit = self._bytes.total, self._bytes.limit
-        return overloaded(f"max_open_bytes: open requests hold {total} of {limit} bytes")
-
-
-def _beyond_share(
-    setting: str, bound: SharedBound, client: str | None, unit: str, more: int
-) -> ApiError:
-    """Return a 429 for a client whose share of a bound does not permit `more`."""
-    held = 0 if client is None else bound.held_by(client)
-    free = bound.limit - bound.total
-    return overloaded(
-        f"{setting}: this client holds {held} of {bound.limit} {unit}, {free} are left for all, and"
-        f" this request adds {more}; a client may hold {SHARE} times what is then left"
-    )
+        held = self._bytes
+        return overloaded(f"{held.setting}: open requests hold {held.total} of {held.limit} bytes")
 
 
 class Lease:

@@ -1,0 +1,1 @@
+"""Prometheus metrics: what this process counts, what the core reports, and what is exposed."""
