@@ -239,11 +239,11 @@ class SchedulerConfig(Section):
     does; off: always num_speculative_tokens."""
     max_num_waiting: Annotated[int, Meta(ge=1, le=10**6)] = 10_000
     """Maximum number of requests in the queue; further ones are refused with 429. One client of the
-    API gets at most 8 times what is left, alone 8/9 of all."""
+    API gets at most 8 times what is free, which is 8/9 if it is the only one."""
     max_waiting_tokens: Annotated[int, Meta(ge=1, le=2**31)] = 2**22
     """Maximum number of prompt tokens in the queue; further requests are refused with 429. One
-    client of the API gets at most 8 times what is left, alone 8/9 of all. A prompt that finds the
-    queue empty is accepted, however long it is."""
+    client of the API gets at most 8 times what is free, which is 8/9 if it is the only one. A
+    prompt that finds the queue empty is accepted, however long it is."""
 
 
 class LoraConfig(Section):
@@ -430,13 +430,14 @@ class ApiConfig(Section):
     """Maximum size of a request body."""
     max_open_requests: Annotated[int, Meta(ge=1, le=10**6)] = 16384
     """Maximum number of requests, and of sequences of them, that an API process holds open; further
-    ones are refused with 429. One client gets at most 8 times what is left, alone 8/9 of all."""
+    ones are refused with 429. One client gets at most 8 times what is free, which is 8/9 if it is
+    the only one."""
     max_open_requests_per_client: Annotated[int, Meta(ge=0, le=10**6)] = 0
     """Maximum number of requests, and of sequences of them, that an API process holds open for each
     API key, or without keys for each address; further ones are refused with 429. 0: no limit."""
     max_open_bytes: Annotated[int, Meta(ge=1024, le=2**40)] = 64 * 2**20
     """Maximum size of all bodies that an API process holds; further requests are refused with
-    429. One client gets at most 8 times what is left, alone 8/9 of all."""
+    429. One client gets at most 8 times what is free, which is 8/9 if it is the only one."""
     max_stored_responses: Annotated[int, Meta(ge=0, le=10**6)] = 10_000
     """Maximum number of responses kept for GET /v1/responses and previous_response_id; further ones
     displace the least recently used. 0: none are kept."""

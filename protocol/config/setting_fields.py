@@ -19,6 +19,7 @@ from protocol.config import EngineConfig, engine_config
 ENV_PREFIX = "TROIKA_"
 _NOTHING: tuple[Any, ...] = (None, {}, ())
 """Defaults that no text shows."""
+_UNITS = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 _CHOICES = re.compile(r"\^\((\w+(?:\|\w+)+)\)\$")
 _DOCUMENTED_FIELD = re.compile(r'^    (\w+): .*?\n    """(.*?)"""', re.MULTILINE | re.DOTALL)
 
@@ -113,9 +114,19 @@ class Setting(NamedTuple):
         """The bounds of a number, as text."""
         names = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
         found = [
-            f"{sign} {limit}" for name, sign in names.items() for limit in _bounds(self.type, name)
+            f"{sign} {self.as_text(limit)}"
+            for name, sign in names.items()
+            for limit in _bounds(self.type, name)
         ]
         return " and ".join(found)
+
+    def as_text(self, value: Any) -> str:
+        """Return a value as help texts show it: a number of bytes with a unit, such as 4 MiB."""
+        if self.name.endswith("_bytes") and value:
+            for unit, size in _UNITS.items():
+                if value % size == 0:
+                    return f"{value // size} {unit}"
+        return str(value)
 
 
 @cache
@@ -151,7 +162,7 @@ def default_text(setting: Setting) -> str:
         return ""
     if isinstance(default, bool):
         return f" (default: {'on' if default else 'off'})"
-    return f" (default: {default})"
+    return f" (default: {setting.as_text(default)})"
 
 
 def _union_members(hint: Any) -> tuple[Any, ...]:

@@ -55,6 +55,13 @@ def test_help_about_a_flag_has_its_bounds_and_sources(
         assert text in page
 
 
+def test_help_shows_bytes_with_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
+    page = output(capsys, "--help=max-body-bytes")
+    assert ">= 1 KiB and <= 1 GiB" in page
+    assert page.endswith(" 4 MiB\n")
+    assert output(capsys, "--help=swap-space-bytes").endswith(" 0\n")
+
+
 def test_help_about_a_part_of_a_name_shows_all_flags_that_have_it(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
