@@ -82,7 +82,9 @@ def test_chat_has_openais_shape(http: httpx.Client) -> None:
         ([[7, 8], [9]], [[7, 8], [9]]),
     ],
 )
-def test_prompt_in_four_forms(make_server: MakeServer, prompt: Any, expected: list[Any]) -> None:
+def test_a_prompt_may_have_four_forms(
+    make_server: MakeServer, prompt: Any, expected: list[Any]
+) -> None:
     live = make_server()
     answer = httpx.post(live.url + COMPLETIONS, json={"prompt": prompt, "max_tokens": 3}).json()
     assert [add.prompt_token_ids for add in live.client.requests] == expected
@@ -90,7 +92,7 @@ def test_prompt_in_four_forms(make_server: MakeServer, prompt: Any, expected: li
     assert answer["usage"]["prompt_tokens"] == sum(map(len, expected))
 
 
-def test_n_sequences_per_prompt_with_consecutive_seeds(make_server: MakeServer) -> None:
+def test_n_sequences_of_a_prompt_have_consecutive_seeds(make_server: MakeServer) -> None:
     live = make_server()
     body = {"prompt": ["a", "b"], "n": 3, "seed": 2**63 - 2, "max_tokens": 2, "best_of": 3}
     answer = httpx.post(live.url + COMPLETIONS, json=body).json()
@@ -275,7 +277,7 @@ def test_chat_logprobs_have_bytes(http: httpx.Client) -> None:
     }
 
 
-def test_prompt_logprobs_and_token_ids_on_request(http: httpx.Client) -> None:
+def test_prompt_logprobs_and_token_ids_are_returned_on_request(http: httpx.Client) -> None:
     answer = post(http, max_tokens=2, prompt_logprobs=1, return_token_ids=True)
     [choice] = answer["choices"]
     assert choice["prompt_token_ids"] == ids_of("hi")
@@ -304,7 +306,7 @@ def test_logprobs_name_tokens_by_their_ids_on_request(http: httpx.Client) -> Non
     assert [top["token"] for top in content["top_logprobs"]] == [first, second]
 
 
-def test_text_parts_and_developer_role(make_server: MakeServer) -> None:
+def test_text_parts_are_joined_and_developers_are_the_system(make_server: MakeServer) -> None:
     live = make_server()
     messages = [
         {"role": "developer", "content": "rules"},

@@ -184,7 +184,7 @@ def test_a_file_that_changes_all_the_time_is_read_nevertheless(tmp_path: Path) -
     assert set(found) <= set(contents)
 
 
-def test_keys_of_a_new_process_without_its_file(tmp_path: Path) -> None:
+def test_a_process_without_its_file_of_keys_rejects_all(tmp_path: Path) -> None:
     """It rejects every request instead of serving without keys."""
     config = configure(model="null", api_key_file=str(tmp_path / "gone"))
     keys = ApiKeys(config.api)

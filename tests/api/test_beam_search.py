@@ -183,7 +183,7 @@ def test_a_search_without_some_tokens_is_that_of_the_other_tokens() -> None:
         assert [tuple(beam.token_ids) for beam in found.beams] == plain_search(model, wanted)
 
 
-def test_ends_and_candidates() -> None:
+def test_beams_end_at_their_ends_and_have_candidates() -> None:
     model = TinyModel(1)
     without = search(model, options(eos_token_ids=frozenset(), num_logprobs=2)).beams
     assert all(len(beam.token_ids) == 5 for beam in without)

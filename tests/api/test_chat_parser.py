@@ -310,7 +310,7 @@ def test_python_values_are_literals_only() -> None:
         assert parse(code, "pythonic") == Parsed("", code, [])
 
 
-def test_reasoning_that_the_prompt_opens() -> None:
+def test_reasoning_may_begin_in_the_prompt() -> None:
     text = "so\n</think>\n\nYes"
     assert parse(text, "hermes", "qwen3", is_open=True) == Parsed("so", "Yes", [])
     assert parse("<think>" + text, "hermes", "qwen3", is_open=True) == Parsed("so", "Yes", [])

@@ -46,7 +46,7 @@ def client(live: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_whole_answer(client: openai.OpenAI) -> None:
+def test_a_whole_answer_has_content_reasoning_and_calls(client: openai.OpenAI) -> None:
     answer = client.chat.completions.create(model=MODEL, messages=[USER], tools=TOOLS)
     [choice] = answer.choices
     assert choice.finish_reason == "tool_calls"
@@ -62,7 +62,7 @@ def test_whole_answer(client: openai.OpenAI) -> None:
     assert len({call.id for call in calls}) == 2
 
 
-def test_stream_helper(client: openai.OpenAI) -> None:
+def test_the_stream_helper_accumulates_calls(client: openai.OpenAI) -> None:
     with client.chat.completions.stream(model=MODEL, messages=[USER], tools=TOOLS) as stream:
         events = list(stream)
         final = stream.get_final_completion()
@@ -83,7 +83,7 @@ def chunks_of(live: LiveServer, **fields: Any) -> list[dict[str, Any]]:
     return [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
 
 
-def test_shape_of_the_chunks(live: LiveServer) -> None:
+def test_chunks_have_each_field_where_clients_expect_it(live: LiveServer) -> None:
     """The first chunk has the role, a call's first its id, type and name, the last the reason."""
     deltas = [chunk["choices"][0]["delta"] for chunk in chunks_of(live)]
     assert [delta.get("role") for delta in deltas] == ["assistant"] + [None] * (len(deltas) - 1)
@@ -109,7 +109,7 @@ def test_reasoning_can_be_left_out(live: LiveServer) -> None:
     assert all(chunk["choices"][0]["delta"] for chunk in with_it[:-1] + without[:-1])
 
 
-def test_several_sequences_and_logprobs(live: LiveServer) -> None:
+def test_each_sequence_has_its_calls_and_logprobs(live: LiveServer) -> None:
     chunks = chunks_of(live, n=2, logprobs=True)
     for index in (0, 1):
         choices = [c for chunk in chunks for c in chunk["choices"] if c["index"] == index]

@@ -95,7 +95,7 @@ def test_no_call_of_the_encoder_takes_a_large_part_of_an_answer(
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_nor_of_a_response(
+def test_no_call_of_the_encoder_takes_a_large_part_of_a_response(
     make_server: MakeServer, monkeypatch: pytest.MonkeyPatch, stream: bool
 ) -> None:
     """Each of the four last events of a stream has all log-probabilities, as has a stored one."""

@@ -157,7 +157,7 @@ def test_the_version_is_that_of_the_package(http: httpx.Client) -> None:
     assert http.get("/version").json() == {"version": version()}
 
 
-def test_served_model_name(make_server: MakeServer) -> None:
+def test_a_model_is_served_under_its_names(make_server: MakeServer) -> None:
     live = make_server(served_model_name="team/chat")
     assert httpx.get(live.url + "/v1/models/team/chat").status_code == 200
     for name, status in (("team/chat", 200), ("null", 200), ("other", 404)):
@@ -177,7 +177,7 @@ def test_the_root_of_a_model_is_what_was_asked_for() -> None:
         assert httpx.post(live.url + "/v1/completions", json=body).json()["model"] == "chat"
 
 
-def test_tokenize_and_back(http: httpx.Client) -> None:
+def test_detokenize_returns_the_text_that_was_tokenized(http: httpx.Client) -> None:
     body = {"prompt": "hi é", "return_token_strs": True}
     tokenized = http.post("/tokenize", json=body).json()
     assert tokenized["tokens"] == ids_of("hi é")
@@ -202,12 +202,14 @@ def test_tokenize_and_back(http: httpx.Client) -> None:
         ("/detokenize", {"tokens": [5] * 513}, "tokens"),
     ],
 )
-def test_tokenize_rejects(http: httpx.Client, path: str, body: object, param: str) -> None:
+def test_bad_bodies_of_tokenize_are_rejected(
+    http: httpx.Client, path: str, body: object, param: str
+) -> None:
     response = http.post(path, json=body)
     assert (response.status_code, response.json()["error"]["param"]) == (400, param)
 
 
-def test_tokenizer_info(http: httpx.Client) -> None:
+def test_tokenizer_info_has_the_chat_template(http: httpx.Client) -> None:
     assert "chat_template" in http.get("/tokenizer_info").json()
 
 

@@ -150,7 +150,7 @@ def test_every_slice_is_short(name: str) -> None:
     within(5, measure, slice_s=0.025)
 
 
-def test_one_large_body_at_a_time() -> None:
+def test_one_large_body_is_decoded_at_a_time() -> None:
     """Small bodies do not wait for it."""
 
     async def run() -> list[str]:

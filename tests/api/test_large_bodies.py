@@ -90,14 +90,16 @@ def test_no_iteration_of_the_loop_is_long(live: LiveServer, name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", BODIES)
-def test_nor_with_a_long_context(long_live: LiveServer, name: str) -> None:
+def test_no_iteration_is_long_with_a_long_context(long_live: LiveServer, name: str) -> None:
     check_iterations(long_live, name)
 
 
 @pytest.mark.parametrize(
     "name", ["ids of a large vocabulary", "long lists of ids", "ids for a vector"]
 )
-def test_nor_where_a_long_prompt_is_submitted(long_live: LiveServer, name: str) -> None:
+def test_no_iteration_is_long_when_a_long_prompt_is_submitted(
+    long_live: LiveServer, name: str
+) -> None:
     check_iterations(long_live, name, PACKED_TURN_S)
 
 

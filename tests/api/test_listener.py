@@ -56,7 +56,7 @@ def test_other_files_and_long_paths_are_refused(tmp_path: Path) -> None:
         listen_unix(str(tmp_path / ("x" * 107)))
 
 
-def test_requests_over_a_unix_socket(tmp_path: Path) -> None:
+def test_requests_are_answered_over_a_unix_socket(tmp_path: Path) -> None:
     path = tmp_path / "socket"
     with LiveServer(configure(model="null", uds=str(path)), FakeClient()) as live:
         transport = httpx.HTTPTransport(uds=str(path))

@@ -53,7 +53,7 @@ def test_literal_text_has_no_special_ids(tokenizer: HfTokenizer) -> None:
     assert tokenizer.encode(text, EncodeOptions(True, 10**6, keep_last=3)) == ids[-3:]
 
 
-def test_chats_and_completions(checkpoint: Path) -> None:
+def test_only_completions_have_special_tokens_from_text(checkpoint: Path) -> None:
     """A chat has the template's special tokens only; a completion those of its text, by default."""
     client = FakeClient(FACTS)
     config = configure(model=str(checkpoint))

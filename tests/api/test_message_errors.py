@@ -163,7 +163,7 @@ def test_a_grammar_that_cannot_be_compiled_is_named(make_server: MakeServer) -> 
         assert (error["param"], error["message"]) == (param, f"{param}: no such type")
 
 
-def test_types_of_errors(http: httpx.Client) -> None:
+def test_errors_have_anthropics_types(http: httpx.Client) -> None:
     headers = {"x-request-id": REQUEST_ID}
     cases = [
         (http.post(PATH, content=b"{"), 400, "invalid_request_error"),

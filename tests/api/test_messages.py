@@ -82,7 +82,7 @@ def test_an_answer_with_reasoning_text_and_calls(live: LiveServer) -> None:
     assert usage["cache_read_input_tokens"] % 16 == 0
 
 
-def test_shape_of_the_stream(live: LiveServer) -> None:
+def test_a_stream_has_anthropics_events(live: LiveServer) -> None:
     events = parse(post(live, tools=TOOLS, thinking=THINKING, stream=True).text)
     starts = [e.data["content_block"] for e in events if e.name == "content_block_start"]
     assert starts[0] == {"type": "thinking", "thinking": "", "signature": ""}
@@ -128,7 +128,7 @@ def test_a_model_that_does_not_reason_accepts_thinking(http: httpx.Client) -> No
         ({}, "", "end_turn", None),
     ],
 )
-def test_reasons_to_stop(
+def test_reasons_to_stop_have_anthropics_names(
     make_server: MakeServer, fields: dict[str, Any], text: str, reason: str, sequence: str | None
 ) -> None:
     message = create(make_server(answering(text)), **fields)

@@ -69,7 +69,7 @@ def test_the_client_reads_a_chat(client: openai.OpenAI) -> None:
     assert answer.usage.prompt_tokens_details.cached_tokens is not None
 
 
-def test_chat_stream_helper(client: openai.OpenAI) -> None:
+def test_the_chat_stream_helper_accumulates_the_answer(client: openai.OpenAI) -> None:
     """The helper accumulates chunks more strictly than plain iteration."""
     with client.chat.completions.stream(
         model=MODEL,
@@ -87,7 +87,7 @@ def test_chat_stream_helper(client: openai.OpenAI) -> None:
     assert final.usage.completion_tokens == len("The quick brown")
 
 
-def test_vllm_extras_in_extra_body(client: openai.OpenAI) -> None:
+def test_fields_of_vllm_are_honoured_in_extra_body(client: openai.OpenAI) -> None:
     answer = client.completions.create(
         model=MODEL,
         prompt=[5, 6],
@@ -103,20 +103,20 @@ def test_the_client_lists_the_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve(MODEL).owned_by == "troika"
 
 
-def test_bad_request(client: openai.OpenAI) -> None:
+def test_a_bad_request_raises_the_clients_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.completions.create(model=MODEL, prompt="x" * 600)
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
     assert caught.value.request_id
 
 
-def test_unknown_model(client: openai.OpenAI) -> None:
+def test_an_unknown_model_raises_the_clients_error(client: openai.OpenAI) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.completions.create(model="gpt-5", prompt="x")
     assert caught.value.code == "model_not_found"
 
 
-def test_wrong_key(make_server: MakeServer) -> None:
+def test_a_wrong_key_raises_the_clients_error(make_server: MakeServer) -> None:
     live = make_server(api_key="right")
     with openai.OpenAI(base_url=live.url + "/v1", api_key="wrong", max_retries=0) as client:
         with pytest.raises(openai.AuthenticationError):

@@ -97,7 +97,7 @@ def test_page_needs_no_key_and_its_data_does(make_server: MakeServer) -> None:
     assert httpx.get(live.url + "/debug/engine", headers=headers).status_code == 200
 
 
-def test_page_below_a_path() -> None:
+def test_the_page_is_served_below_a_path() -> None:
     config = configure(model="null", api_key="secret")
     state = ApiState(FakeClient(), config, TextProcessor.load(config.model))  # type: ignore[arg-type]
     transport = httpx.ASGITransport(Starlette(routes=[Mount("/llm", openai_app(state))]))
@@ -153,14 +153,14 @@ def test_view_has_processes_and_load(make_server: MakeServer) -> None:
     assert abs(view["load_age_s"]) < 1
 
 
-def test_view_without_engine_and_supervisor(make_server: MakeServer) -> None:
+def test_the_view_is_answered_without_engine_and_supervisor(make_server: MakeServer) -> None:
     live = make_server(FakeClient(facts=None))
     view = httpx.get(live.url + "/debug/engine").json()
     assert (view["state"], view["is_ready"]) == ("starting", False)
     assert view["processes"] is view["load"] is view["load_age_s"] is None
 
 
-def test_view_without_an_answer_of_the_supervisor(make_server: MakeServer) -> None:
+def test_the_view_is_answered_although_the_supervisor_is_silent(make_server: MakeServer) -> None:
     live = make_server()
     played = supervised(live)
     played.is_silent = True
@@ -204,7 +204,7 @@ def test_a_list_is_not_older_than_its_limit(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="node is not installed")
 @pytest.mark.parametrize("path", NODE_TESTS, ids=lambda path: str(path.stem))
-def test_scripts_under_node(path: Path) -> None:
+def test_scripts_pass_their_tests_under_node(path: Path) -> None:
     done = subprocess.run(
         ["node", str(path)], capture_output=True, text=True, timeout=60, check=False
     )

@@ -138,7 +138,9 @@ def test_names_that_constrain_outputs_pass_where_there_is_none(http: httpx.Clien
     assert (response.status_code, response.headers["x-unknown-fields"]) == (200, "max_new_tokens")
 
 
-def test_unknown_fields(make_server: MakeServer, caplog: pytest.LogCaptureFixture) -> None:
+def test_unknown_fields_are_ignored_warned_of_or_refused(
+    make_server: MakeServer, caplog: pytest.LogCaptureFixture
+) -> None:
     unknown = {"no_such_field": {"a": [1]}, "bad name\r\n": 1}
 
     def fields_for(path: str) -> dict[str, Any]:
@@ -175,7 +177,7 @@ def test_unknown_fields(make_server: MakeServer, caplog: pytest.LogCaptureFixtur
         ("/v1/messages", {"metadata": {"user": "x"}}, "user"),
     ],
 )
-def test_unknown_fields_of_options(
+def test_unknown_fields_of_options_are_named_with_their_path(
     make_server: MakeServer, path: str, fields: dict[str, Any], name: str
 ) -> None:
     """They are named with their path, and those of messages and schemas are not looked at."""

@@ -160,7 +160,9 @@ def test_usage_counts_the_tokens_of_reasoning(make_server: MakeServer, per_outpu
         ("x<t>ab</t>cd<t>e</t>f", False, True, 6 + 5),
     ],
 )
-def test_reasoning_counter(text: str, is_open: bool, repeats: bool, expected: int) -> None:
+def test_tokens_of_reasoning_are_counted_in_any_pieces(
+    text: str, is_open: bool, repeats: bool, expected: int
+) -> None:
     for size in (1, 2, 50):
         counter = ReasoningCounter(
             lambda token_id: bytes([token_id]),

@@ -273,7 +273,7 @@ async def test_a_failed_restoration_is_retried(
 
 
 @play
-async def test_two_servers_on_one_directory(tmp_path: Path) -> None:
+async def test_a_second_server_waits_for_the_journal_of_the_first(tmp_path: Path) -> None:
     """The second serves without a journal, reports that, and recovers it from the first."""
     first = await Server(tmp_path).written()
     await first.accept("r")

@@ -54,7 +54,7 @@ def translated(**fields: Any) -> Grammar:
         ({"structured_outputs": {"json_object": True}}, OBJECT),
     ],
 )
-def test_json_in_every_form(fields: dict[str, Any], schema: Any) -> None:
+def test_every_form_of_json_becomes_its_schema(fields: dict[str, Any], schema: Any) -> None:
     grammar = translated(**fields)
     assert grammar.kind is GrammarKind.JSON_SCHEMA
     assert json.loads(grammar.source) == schema
@@ -80,11 +80,13 @@ def test_json_in_every_form(fields: dict[str, Any], schema: Any) -> None:
         ({"grammar": 'root ::= "a"'}, GrammarKind.EBNF, 'root ::= "a"'),
     ],
 )
-def test_other_constraints(fields: dict[str, Any], kind: GrammarKind, source: str) -> None:
+def test_other_constraints_become_grammars(
+    fields: dict[str, Any], kind: GrammarKind, source: str
+) -> None:
     assert translated(**fields) == Grammar(kind, source)
 
 
-def test_structural_tags() -> None:
+def test_structural_tags_become_a_grammar() -> None:
     grammar = translated(response_format=TAG)
     assert grammar.kind is GrammarKind.LARK
     assert 'trigger_0[lazy]: TEXT "<f="' in grammar.source

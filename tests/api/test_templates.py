@@ -132,6 +132,6 @@ def test_a_final_message_without_text_is_an_error() -> None:
 
 
 @pytest.mark.parametrize("kind", ["text", "input_text", "output_text"])
-def test_parts_of_every_kind_of_text(http: httpx.Client, kind: str) -> None:
+def test_parts_of_every_kind_of_text_are_joined(http: httpx.Client, kind: str) -> None:
     parts = [{"type": kind, "text": "a"}, {"type": kind, "text": "b"}]
     assert "a\nb<|im_end|>" in rendered(http, {"role": "user", "content": parts})

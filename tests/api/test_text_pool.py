@@ -466,7 +466,7 @@ def live(model: ModelConfig, pools: Pools) -> Iterator[LiveServer]:
         yield server
 
 
-def test_requests_with_long_texts(live: LiveServer, model: ModelConfig) -> None:
+def test_requests_with_long_texts_get_the_same_ids(live: LiveServer, model: ModelConfig) -> None:
     """Every route has the ids that it has without a pool."""
     text = TextProcessor.load(model)
     content = "The lazy dog <|im_end|> 日本 " * 1000

@@ -206,7 +206,7 @@ HARMONY_CALL = (
 PHI_CALL = '<|tool_call|>[{"name": "now", "arguments": {}}]<|/tool_call|>'
 
 
-def test_variants_of_gpt_oss_and_phi(vocabulary: Vocabulary) -> None:
+def test_grammars_accept_the_variants_of_gpt_oss_and_phi(vocabulary: Vocabulary) -> None:
     call, analysis = HARMONY_CALL
     source = source_of("gpt_oss", vocabulary.added_id)
     assert vocabulary.accepts(source, call)
@@ -360,7 +360,9 @@ def test_whitespace_in_an_answer_after_reasoning_is_bounded(
         ("<think>\n\n</think>\n\nHi", False, False),
     ],
 )
-def test_where_a_prompt_ends(end: str, is_open: bool, is_over: bool) -> None:
+def test_a_prompt_shows_whether_reasoning_is_open_or_over(
+    end: str, is_open: bool, is_over: bool
+) -> None:
     text = TextProcessor.load(ModelConfig(model="null", reasoning_parser="qwen3"))
     ids = ids_of(f"assistant\n{end}")
     assert (text.is_reasoning_open(ids), text.is_reasoning_over(ids)) == (is_open, is_over)

@@ -64,7 +64,7 @@ def test_reasoning_has_the_name_that_the_template_reads() -> None:
     assert rendered(source, [all_three]) == "False"
 
 
-def test_variables_of_thinking() -> None:
+def test_fields_of_thinking_become_template_variables() -> None:
     def variables(**fields: Any) -> dict[str, Any]:
         return ChatBody(messages=[], **fields).template_variables
 

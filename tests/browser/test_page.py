@@ -107,7 +107,7 @@ def test_policy_forbids_markup_and_inline_scripts(browser: Browser) -> None:
     page.close()
 
 
-def test_conversation_by_keyboard(page: Page) -> None:
+def test_a_conversation_by_keyboard_survives_a_reload(page: Page) -> None:
     """Send, see the figures, edit, send again, regenerate; all of it survives a reload."""
     with served("Hello *you*. ") as live:
         page.goto(live.url)

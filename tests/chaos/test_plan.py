@@ -364,7 +364,7 @@ def result(number: int, **more: object) -> RoundResult:
     return RoundResult(number, "core", "decode", 3, kills=kills, num_streams=32, **more)  # type: ignore[arg-type]
 
 
-def test_table_and_document() -> None:
+def test_the_table_counts_a_stream_once_for_each_kind_of_damage() -> None:
     """A stream counts once for each kind of damage; the document has all results."""
     bad = [Violation(Harm.LOST, "greedy-1", "end"), Violation(Harm.LOST, "greedy-1", "no finish")]
     results = [result(1, stalls_s=[0.25, 0.5]), result(2, violations=bad)]

@@ -40,7 +40,7 @@ def client(core: FakeCore) -> Iterator[EngineClient]:
         yield connected
 
 
-def test_vector_of_a_prompt(core: FakeCore, client: EngineClient) -> None:
+def test_embed_returns_the_vector_of_a_prompt(core: FakeCore, client: EngineClient) -> None:
     pooling = Pooling(PoolingType.MEAN, 3, normalize=False)
     vector = client.embed([5, 6], pooling, tenant="gold", timeout_s=TIMEOUT_S)
     assert (vector.typecode, vector.tolist()) == ("f", VECTOR)

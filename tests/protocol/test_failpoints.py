@@ -73,7 +73,7 @@ def test_acts_at_its_hit_and_no_other() -> None:
     failpoint(NAME)
 
 
-def test_star_acts_every_time() -> None:
+def test_a_star_stands_for_every_hit() -> None:
     failpoint = configured(f"{NAME}=enospc@*")
     for _ in range(3):
         with pytest.raises(OSError, match="No space left") as caught:
@@ -81,7 +81,7 @@ def test_star_acts_every_time() -> None:
         assert caught.value.errno == errno.ENOSPC
 
 
-def test_off_unless_configured() -> None:
+def test_failpoints_do_nothing_unless_configured() -> None:
     for value in (None, ""):
         failpoint = configured(value)
         for name in FAILPOINTS:

@@ -31,7 +31,7 @@ def resumed(ledger: Ledger) -> list[AddRequest]:
     return [entry.resumed(ledger.clock()) for entry in entries if entry is not None]
 
 
-def test_news_pass_and_are_kept() -> None:
+def test_new_tokens_are_delivered_and_kept() -> None:
     ledger = ledger_with()
     assert ledger.take(RequestOutput(1, 0, [10, 11])) == RequestOutput(1, 0, [10, 11])
     assert [add.output_token_ids for add in resumed(ledger)] == [[10, 11]]
@@ -140,7 +140,7 @@ def test_unknown_and_cancelled_requests_are_ignored() -> None:
     assert ledger.take(RequestOutput(1, 0, [1])) is None
 
 
-def test_bound_on_open_requests() -> None:
+def test_more_open_requests_than_the_bound_are_refused() -> None:
     ledger = ledger_with(max_open=1)
     with pytest.raises(RequestFailed) as caught:
         ledger.accept(AddRequest(2, [1], SamplingParams()))

@@ -24,7 +24,7 @@ def pack(token_ids: list[int]) -> tuple[PackedPrompt, int]:
 
 
 @pytest.mark.parametrize("num_tokens", [PACKED_FROM_TOKENS, 2**15, 2**15 + 1, len(MANY)])
-def test_it_is_the_same_request(num_tokens: int) -> None:
+def test_a_packed_prompt_makes_the_same_request(num_tokens: int) -> None:
     token_ids = MANY[:num_tokens]
     prompt, num_pauses = pack(token_ids)
     assert num_pauses == (num_tokens - 1) // 2**15 + 1

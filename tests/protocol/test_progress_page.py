@@ -177,7 +177,7 @@ def test_loads_that_were_not_written_completely_do_not_count(page: ProgressPage)
 
 
 @pytest.mark.parametrize("step_id", [None, 0, 5])
-def test_word_about_a_death(page: ProgressPage, step_id: int | None) -> None:
+def test_a_death_is_read_as_it_was_written(page: ProgressPage, step_id: int | None) -> None:
     page.write_death(Death(3, DeathCause.OOM, step_id))
     assert page.read_death() == Death(3, DeathCause.OOM, step_id)
 

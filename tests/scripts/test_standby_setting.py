@@ -24,7 +24,9 @@ from scripts.supervisor.roles import num_ranks
         ({"model": "null", "tensor_parallel_size": 2, "standby_workers": 1}, 1),
     ],
 )
-def test_default_by_model_device_and_ranks(settings: dict[str, Any], expected: int) -> None:
+def test_the_default_depends_on_model_device_and_ranks(
+    settings: dict[str, Any], expected: int
+) -> None:
     assert num_standby_workers(configure(**settings)) == expected
 
 

@@ -116,7 +116,7 @@ def test_marks_of_another_incarnation_are_ignored() -> None:
     assert night.until(112.5) == [(112.0, WORKER, HangStatus.SUSPECT)]
 
 
-def test_no_check_is_in_vain() -> None:
+def test_idle_processes_need_one_check_a_second() -> None:
     """Two idle processes that tick every half second need one check a second."""
     night, num_looks = Night(), 0
     while night.now < 200.0:

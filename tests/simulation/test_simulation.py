@@ -371,7 +371,7 @@ def test_a_stopped_process_takes_its_turn_after_the_resume_and_a_dead_one_none()
     assert len(idler.times) == 1
 
 
-def test_tallies_add_up() -> None:
+def test_tallies_of_parts_add_up() -> None:
     total = Tally()
     parts = [run_chunk(Batch("safety", seed, 2, ALL)) for seed in (0, 2)]
     for part in parts:

@@ -33,7 +33,7 @@ def client(live: LiveServer) -> Iterator[openai.OpenAI]:
         yield client
 
 
-def test_whole_response(live: LiveServer) -> None:
+def test_a_whole_response_has_all_items(live: LiveServer) -> None:
     response = create(live, metadata={"a": "b"}, max_output_tokens=900, temperature=0.5)
     assert content_of(response["output"]) == EXPECTED
     assert {item["status"] for item in response["output"]} == {"completed"}
@@ -83,7 +83,7 @@ def test_events_build_the_whole_response(make_server: MakeServer, per_output: in
     assert {name: final[name] for name in same} == {name: whole[name] for name in same}
 
 
-def test_text_alone(plain: LiveServer) -> None:
+def test_text_alone_is_one_message(plain: LiveServer) -> None:
     """Without tools and reasoning there is no parser."""
     fields: dict[str, Any] = {"tools": None, "max_output_tokens": 9}
     whole = create(plain, **fields)
@@ -108,7 +108,9 @@ def test_text_alone(plain: LiveServer) -> None:
         (TEXT.rindex("<tool_call>"), ["completed", "completed", "completed"]),
     ],
 )
-def test_an_output_that_is_cut(make_server: MakeServer, num_cut: int, statuses: list[str]) -> None:
+def test_an_output_that_is_cut_is_incomplete(
+    make_server: MakeServer, num_cut: int, statuses: list[str]
+) -> None:
     """The cut is in reasoning, in text, in the arguments of a call, or between two calls."""
     live = make_server(answering(), reasoning_parser="qwen3")
     events = stream(live, max_output_tokens=num_cut)
@@ -161,7 +163,7 @@ def test_logprobs_of_the_text_do_not_depend_on_the_tokens_that_arrive_together(
     assert one == names(create(other, **fields)["output"])
 
 
-def test_official_client(client: openai.OpenAI) -> None:
+def test_the_official_client_reads_a_response(client: openai.OpenAI) -> None:
     response = client.responses.create(model=MODEL, input="hi", tools=TOOLS)
     assert response.output_text == CONTENT
     calls = [item for item in response.output if item.type == "function_call"]
@@ -181,7 +183,7 @@ def test_official_client(client: openai.OpenAI) -> None:
         client.responses.retrieve(response.id)
 
 
-def test_stream_helper(client: openai.OpenAI) -> None:
+def test_the_stream_helper_accumulates_a_response(client: openai.OpenAI) -> None:
     with client.responses.stream(model=MODEL, input="hi", tools=TOOLS) as events:
         kinds = [event.type for event in events]
         final = events.get_final_response()

@@ -92,7 +92,7 @@ def test_the_last_turns_are_kept_where_truncation_is_auto(make_server: MakeServe
     assert error.json()["error"]["code"] == "context_length_exceeded"
 
 
-def test_input_items(live: LiveServer) -> None:
+def test_input_items_are_listed_in_pages(live: LiveServer) -> None:
     items = [{"role": "user", "content": str(number)} for number in range(4)]
     items.append({"role": "assistant", "content": "4"})
     response = create(live, input=items)

@@ -210,7 +210,7 @@ TOOLS: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_grammars_and_tools(canary: Canary) -> None:
+def test_bad_grammars_and_tools_are_named(canary: Canary) -> None:
     warm = json.dumps(completion(max_tokens=2, guided_regex="[ab]+")).encode()
     assert canary.send(post(warm)).status == 200, "the process that compiles grammars runs"
     rows = [(COMPLETIONS, completion(max_tokens=2, **fields), param) for fields, param in GRAMMARS]
@@ -244,7 +244,7 @@ def test_text_of_any_kind_is_answered(canary: Canary) -> None:
     canary.check()
 
 
-def test_every_token_banned(canary: Canary) -> None:
+def test_requests_that_ban_every_token_end(canary: Canary) -> None:
     """The answer is an error or an output, and nothing hangs."""
     bans = {str(i): -100.0 for i in range(3, 259)}
     for fields, status in (
@@ -257,7 +257,7 @@ def test_every_token_banned(canary: Canary) -> None:
         canary.check()
 
 
-def test_adapters_and_tensors(canary: Canary) -> None:
+def test_fields_of_adapters_and_tensors_load_nothing(canary: Canary) -> None:
     """There is no such feature, whatever the field has; nothing loads a pickle."""
     for name, value in (
         ("lora_path", "../../etc/passwd"),
@@ -278,7 +278,7 @@ def test_adapters_and_tensors(canary: Canary) -> None:
         assert "import pickle" not in text, source
 
 
-def test_request_ids(canary: Canary) -> None:
+def test_bad_request_ids_are_replaced(canary: Canary) -> None:
     """Ids with other characters, or too long ones, are replaced."""
     for value in (b"../../x", b"a b", b"\x01", b"x" * 1000, "é".encode()):
         response = canary.send(post(GOLDEN, headers=AUTH + b"X-Request-Id: " + value + b"\r\n"))
@@ -329,7 +329,7 @@ def test_damaged_and_endless_chunks_are_refused(canary: Canary) -> None:
     canary.check()
 
 
-def test_spellings_of_a_path_and_of_a_host(canary: Canary) -> None:
+def test_no_spelling_of_a_path_or_host_avoids_the_key(canary: Canary) -> None:
     """Without the key there is nothing but 401 and 404, with any of them."""
     targets = [
         "http://x/v1/models",
@@ -384,7 +384,7 @@ def test_the_time_of_a_rejection_does_not_show_how_much_of_a_key_is_right(
     canary.check()
 
 
-def test_admin_routes_and_methods(canary: Canary) -> None:
+def test_admin_routes_and_wrong_methods_are_refused(canary: Canary) -> None:
     for path in ("/pause", "/resume", "/sleep", "/wake_up", "/reset_prefix_cache", "/drain"):
         response = timed(lambda path=path: canary.send(post(b"{}", path)))  # type: ignore[misc]
         assert (response.status, response.error["code"]) == (404, "not_found")
@@ -400,7 +400,7 @@ def test_admin_routes_and_methods(canary: Canary) -> None:
     canary.check()
 
 
-def test_compressed_bodies(canary: Canary) -> None:
+def test_compressed_bodies_are_refused(canary: Canary) -> None:
     """They are never inflated."""
     headers = AUTH + b"Content-Encoding: gzip\r\n"
     response = timed(lambda: canary.send(post(b"\x1f\x8b" + b"\0" * 1000, headers=headers)))

@@ -171,7 +171,7 @@ def test_clients_that_vanish_leave_nothing(
         assert len(written(directory)) > num_clients / 2
 
 
-def test_more_connections_than_descriptors(start_engine: EngineFactory) -> None:
+def test_more_connections_than_descriptors_harm_no_process(start_engine: EngineFactory) -> None:
     """With 2,000 connections and 256 descriptors no process dies or spins; service returns soon."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     engine = start_engine()

@@ -93,7 +93,7 @@ def test_killed_streams_equal_undisturbed_ones(engine: Engine) -> None:
     finish_as(streams, undisturbed)
 
 
-def test_progress_of_a_long_prompt(engine: Engine) -> None:
+def test_the_progress_of_a_long_prompt_is_reported(engine: Engine) -> None:
     """A part of the prompt is computed in each step; on a busy machine some are not reported."""
     seen: list[dict[str, int]] = []
 

@@ -204,7 +204,7 @@ def test_official_client_of_responses(client: openai.OpenAI) -> None:
     assert contents[0] == contents[1]
 
 
-def test_a_parsed_answer(client: openai.OpenAI) -> None:
+def test_reasoning_precedes_a_parsed_answer(client: openai.OpenAI) -> None:
     """The grammar confines the content only: the model reasons before it."""
     parsed = client.responses.parse(model="m", input="color?", text_format=Answer, temperature=0)
     assert parsed.output_parsed is not None

@@ -278,7 +278,7 @@ def test_what_concerns_the_prompt_is_asked_for_once(llm: LLM) -> None:
     assert asked == [2, None, None]
 
 
-def test_repetitions_and_thinking_budgets(llm: LLM) -> None:
+def test_repetitions_and_thinking_budgets_end_outputs(llm: LLM) -> None:
     with pytest.raises(ValueError, match=r"^repetition_detection\.min_count: "):
         SamplingParams(repetition_detection=RepetitionDetectionParams(max_pattern_size=2))
     with pytest.raises(ValueError, match=r"^thinking_token_budget: "):

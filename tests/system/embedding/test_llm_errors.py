@@ -25,7 +25,7 @@ from tests.system.embedding.generation import GREEDY, PROMPTS, SETTINGS, Bar, ex
         ({"temperature": 0.5}, "temperature"),
     ],
 )
-def test_bounds_of_beam_search(fields: dict[str, Any], name: str) -> None:
+def test_bounds_of_beam_search_are_named(fields: dict[str, Any], name: str) -> None:
     with pytest.raises(ValueError, match=f"^{name}: "):
         BeamSearchParams(**({"beam_width": 2, "max_tokens": 5} | fields))
 

@@ -144,7 +144,7 @@ def test_a_step_that_is_not_finite_does_not_change_later_steps(
     assert torch.equal(decode(rows, position_embeddings=angles), clean)
 
 
-def test_it_can_be_switched_off(tmp_path: Path) -> None:
+def test_the_native_decoder_can_be_switched_off(tmp_path: Path) -> None:
     build_checkpoint(tmp_path, BY_NAME["llama"].config())
     assert load(tmp_path, "float32", native_decoder=NativeDecoder.OFF).facts.decoder == "modules"
 

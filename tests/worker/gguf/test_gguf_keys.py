@@ -223,7 +223,7 @@ def test_a_window_shows_the_model(load: Load) -> None:
 
 
 @pytest.mark.parametrize(("own", "expected"), [({}, 5e5), ({"rope.freq_base_swa": 2e4}, 2e4)])
-def test_the_base_of_layers_with_windows(
+def test_layers_with_windows_have_their_own_base_or_the_common_one(
     load: Load, own: dict[str, float], expected: float
 ) -> None:
     keys = {"attention.sliding_window": 64, "rope.freq_base": 5e5} | own
@@ -244,7 +244,7 @@ def test_scaled_positions_of_gemma_4_are_refused(tmp_path: Path, keys: dict[str,
         make_config(file)
 
 
-def test_long_and_short_factors_without_an_original_length(tmp_path: Path) -> None:
+def test_without_an_original_length_that_of_the_context_counts(tmp_path: Path) -> None:
     """As in llama.cpp, the original length is that of the context: files of MiniCPM-4."""
     tensors = {
         f"rope_factors_{name}.weight": np.full(32, value, np.float32)

@@ -319,7 +319,7 @@ def test_ids_are_those_of_sentencepiece(
         assert ids(found, text) == [model.bos_id(), *ids(found, text, special=False)]
 
 
-def test_ids_of_gemma_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ids_equal_those_of_gemma_4(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tokens are those of sentencepiece, and its merges are stated."""
     trained = Tokenizer(BPE(byte_fallback=True))
     trained.normalizer = normalizers.Replace(" ", "\u2581")

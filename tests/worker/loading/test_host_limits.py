@@ -121,7 +121,7 @@ def test_memory_is_the_hosts_without_a_limit(root: Path, meminfo: Path) -> None:
     assert available_memory(root, root / "missing", meminfo) == HOST_BYTES
 
 
-def test_the_worker_uses_both() -> None:
+def test_one_module_reads_the_limits_for_all() -> None:
     """Thread count, cache size, swap space and forked workers read the same module."""
     assert Path("/sys/fs/cgroup") == host_limits.CGROUP_ROOT
     package = Path(host_limits.__file__).parent

@@ -100,7 +100,7 @@ def test_fused_activations_equal_the_modules(
 
 @pytest.mark.parametrize("name", ["silu", "gelu_pytorch_tanh"])
 @torch.inference_mode()
-def test_activations_of_every_value_in_bfloat16(name: str, library: NativeLibrary) -> None:
+def test_activations_are_right_for_all_bfloat16_values(name: str, library: NativeLibrary) -> None:
     """Nearly all are what float64 rounds to, and the others are next to it."""
     values = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
     model = nn.Sequential(ACT2FN[name])

@@ -30,7 +30,9 @@ DTYPES = [d for d in (torch.float32, torch.bfloat16) if can_pack(d, CPU, LIBRARY
     ids=str,
 )
 @torch.inference_mode()
-def test_equals_the_plain_layer(dtype: torch.dtype, bias: bool, shape: tuple[int, int]) -> None:
+def test_a_packed_layer_equals_the_plain_one(
+    dtype: torch.dtype, bias: bool, shape: tuple[int, int]
+) -> None:
     torch.manual_seed(1)
     linear = nn.Linear(*shape, bias=bias).to(dtype)
     packed = make_linear(linear.weight, linear.bias, LIBRARY)
@@ -82,7 +84,7 @@ def test_every_row_is_summed_in_the_same_order(dtype: torch.dtype, shape: tuple[
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @torch.inference_mode()
-def test_rows_may_lie_anywhere(dtype: torch.dtype) -> None:
+def test_rows_may_have_any_stride(dtype: torch.dtype) -> None:
     """They may be an odd number of values apart."""
     wide = torch.randn(4, 65, dtype=dtype)
     packed = make_linear(torch.randn(32, 64, dtype=dtype), None, LIBRARY)

@@ -65,7 +65,7 @@ def test_rows_of_gguf_blocks_are_those_of_the_dequantized_table(
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if not case.has_order], ids=str)
-def test_rows_of_other_codes(case: Case, kernels: NativeLibrary) -> None:
+def test_rows_are_those_of_other_kinds_of_codes(case: Case, kernels: NativeLibrary) -> None:
     check_rows(kernels, make_weight(case))
 
 

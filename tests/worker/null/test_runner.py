@@ -246,13 +246,13 @@ def test_without_speculation_nothing_is_announced() -> None:
     assert (output.num_sampled_tokens, output.num_draft_tokens) == ([], [])
 
 
-def test_it_can_be_made_slow() -> None:
+def test_a_step_takes_the_configured_time() -> None:
     output = NullRunner(facts(), NullTimes(step_s=0.01)).execute(
         step(0, 6, [new(1)], counts={1: 6})
     )
     assert output.forward_ns >= 10_000_000
 
 
-def test_it_never_imports_torch() -> None:
+def test_the_null_runner_never_imports_torch() -> None:
     code = "import sys, worker_proc.null.runner; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

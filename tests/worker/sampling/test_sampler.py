@@ -72,7 +72,9 @@ def _tokens(logits: Tensor, rows: Sequence[Row]) -> list[int]:
         ),
     ],
 )
-def test_philox_known_answers(counter: list[int], key: list[int], expected: list[int]) -> None:
+def test_philox_gives_the_known_answers(
+    counter: list[int], key: list[int], expected: list[int]
+) -> None:
     """The generator is Random123's philox4x32-10, also with neighbours in the tensor."""
     counters = torch.tensor([counter, [9, 8, 7, 6]]).T
     keys = torch.tensor([key, [5, 4]]).T
@@ -265,7 +267,7 @@ def _exact_probabilities(logits: Tensor, p: SamplingParams) -> list[float]:
     ),
     ids=str,
 )
-def test_distribution_by_chi_square(kwargs: dict[str, Any], by: str) -> None:
+def test_draws_follow_the_filtered_softmax(kwargs: dict[str, Any], by: str) -> None:
     """Over many seeds, and over many positions of one seed, counts follow the filtered softmax."""
     vocab_size, num_draws = 24, 4000
     row_logits = random_logits(1, 11, vocab_size=vocab_size)[0].float()

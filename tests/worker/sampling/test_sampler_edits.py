@@ -317,7 +317,7 @@ def test_a_banned_allowed_token_is_better_than_any_other(
     assert _tokens(torch.randn(1, VOCAB), [row]) == [4]
 
 
-def test_logprobs_of_chosen_candidates() -> None:
+def test_chosen_candidates_have_their_logprobs() -> None:
     """They are in the order of the request, beside a row with the most likely ones."""
     logits = torch.tensor([SCORES] * 2)
     rows = [make_row(logprobs=2, logprob_token_ids=[3, 0, 5]), make_row(logprobs=2)]

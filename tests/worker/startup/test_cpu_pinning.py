@@ -67,7 +67,7 @@ PINNED = [(0, {3, 5, 8})]
         (WorkerConfig(cpu_pinning=AUTO, num_threads=4), []),
     ],
 )
-def test_it_is_done_as_configured(
+def test_workers_are_pinned_as_configured(
     worker: WorkerConfig, expected: list[tuple[int, set[int]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pinned: list[tuple[int, set[int]]] = []

@@ -105,7 +105,7 @@ def assert_most_rows_close(want: torch.Tensor, got: torch.Tensor) -> None:
     ids=str,
 )
 @torch.inference_mode()
-def test_blocks_of_each_kind(
+def test_blocks_of_each_kind_are_fused(
     kind: str, num_chosen: int, dtype: torch.dtype, library: NativeLibrary
 ) -> None:
     model = make_block(kind, dtype, num_chosen)
