@@ -11,7 +11,7 @@ from api_proc.bodies import RepetitionDetection as RepetitionDetectionParams
 from api_proc.generation.structured import StructuredOutputs as StructuredOutputsParams
 from api_proc.llm.async_llm import AsyncLLM
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams, BeamSearchSequence
-from api_proc.llm.llm import LLM, PromptsFailed
+from api_proc.llm.llm import LLM
 from api_proc.llm.lora import LoRARequest
 from api_proc.llm.outputs import (
     ClassificationOutput,
@@ -26,6 +26,7 @@ from api_proc.llm.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
+from api_proc.llm.prompt_lists import PromptsFailed
 from api_proc.llm.sampling import RequestOutputKind, SamplingParams
 from protocol.sampling import Pooling, PoolingType
 

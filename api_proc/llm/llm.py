@@ -1,19 +1,18 @@
 """The blocking interface: lists of prompts in, lists of results out."""
 
-import asyncio
 import functools
 import math
 import operator
 import sys
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 
 from api_proc.llm.async_llm import START_TIMEOUT_S
 from api_proc.llm.beams import BeamSearchOutput, BeamSearchParams
 from api_proc.llm.engines import Engine, ProcessEngine, SteppedEngine, Stepper
-from api_proc.llm.lora import LoRARequests, one_each
+from api_proc.llm.lora import LoRARequests
 from api_proc.llm.metrics import Metric
 from api_proc.llm.outputs import (
     ClassificationOutput,
@@ -25,33 +24,17 @@ from api_proc.llm.outputs import (
     ScoringOutput,
     ScoringRequestOutput,
 )
-from api_proc.llm.progress_bar import UseTqdm, progress_bar
+from api_proc.llm.progress_bar import UseTqdm
+from api_proc.llm.prompt_lists import Params, PromptLists
 from api_proc.llm.prompts import Message, PromptType, invalid, is_one_chat, is_one_prompt
 from api_proc.llm.request import PromptRequest
 from api_proc.llm.sampling import SamplingParams
 from api_proc.llm.settings import engine_config
-from api_proc.llm.text_engine import Result, TextEngine, at_index
+from api_proc.llm.text_engine import TextEngine
 from api_proc.llm.tokenizer import Tokenizer
 from api_proc.text.output_sequence import Prompt
-from protocol.client.errors import RequestFailed
 from protocol.client.loop_thread import LoopThread
 from protocol.sampling import Pooling
-
-T = TypeVar("T")
-Params = SamplingParams | Sequence[SamplingParams] | None
-
-
-class PromptsFailed(Exception):
-    """Some prompts of a list have failed after they were accepted; the others have results."""
-
-    def __init__(self, outputs: list[Any]) -> None:
-        failed = [i for i, output in enumerate(outputs) if isinstance(output, RequestFailed)]
-        super().__init__(
-            f"{len(failed)} of {len(outputs)} prompts have failed; "
-            f"prompts[{failed[0]}]: {outputs[failed[0]]}"
-        )
-        self.outputs = outputs
-        """In the order of the prompts: a result, or the failure of this prompt."""
 
 
 class LLM:
@@ -83,6 +66,7 @@ class LLM:
         place: Engine = ProcessEngine(config) if engine is None else SteppedEngine(engine)
         self._engine = TextEngine(place, config)
         self._thread = LoopThread("llm")
+        self._lists = PromptLists(self._engine, self._thread)
         try:
             self._thread.run(self._engine.start(start_timeout_s), timeout_s=None)
         except BaseException:
@@ -150,7 +134,7 @@ class LLM:
         InvalidRequest: one of the prompts cannot be served, and none has run. PromptsFailed: some
         have failed later.
         """
-        return self._complete(
+        return self._lists.complete(
             _prompt_list(prompts),
             self._engine.tokenized,
             sampling_params,
@@ -173,7 +157,7 @@ class LLM:
         """
         pooling = pooling_params or self._engine.default_pooling()
         tokenized = self._engine.tokenized_whole
-        return self._pool(
+        return self._lists.pool(
             _prompt_list(prompts), tokenized, lambda _: pooling, use_tqdm, lora_request
         )
 
@@ -191,7 +175,9 @@ class LLM:
                 ClassificationOutput(self._engine.activate(found.outputs.embedding)),
                 found.prompt_token_ids,
             )
-            for found in self._pool(_prompt_list(prompts), tokenized, lambda _: pooling, use_tqdm)
+            for found in self._lists.pool(
+                _prompt_list(prompts), tokenized, lambda _: pooling, use_tqdm
+            )
         ]
 
     def encode(
@@ -270,7 +256,7 @@ class LLM:
                 ScoringOutput(self._engine.activate(found.outputs.embedding)[0]),
                 found.prompt_token_ids,
             )
-            for found in self._pool(pairs, tokenized, pooling_of, use_tqdm)
+            for found in self._lists.pool(pairs, tokenized, pooling_of, use_tqdm)
         ]
 
     def _cosines(
@@ -305,7 +291,7 @@ class LLM:
             return PromptRequest(self._engine.new_request_id(), prompt, each, 0)
 
         search = functools.partial(self._engine.beam_search, params)
-        work = self._all(
+        return self._lists.run(
             _prompt_list(prompts),
             self._engine.tokenized,
             request,
@@ -313,7 +299,6 @@ class LLM:
             use_tqdm=use_tqdm,
             lora_request=lora_request,
         )
-        return _successes(self._thread.run(work, timeout_s=None))
 
     def chat(
         self,
@@ -342,103 +327,9 @@ class LLM:
             template_kwargs=chat_template_kwargs,
         )
         items = cast(Sequence[Sequence[Message]], chats)
-        return self._complete(
+        return self._lists.complete(
             items, tokenized, sampling_params, use_tqdm, lora_request=lora_request
         )
-
-    def _complete(
-        self,
-        items: Sequence[T],
-        tokenized: Callable[[T], Awaitable[Prompt]],
-        params: Params,
-        use_tqdm: UseTqdm,
-        *,
-        priority: Sequence[int] | None = None,
-        lora_request: LoRARequests = None,
-    ) -> list[RequestOutput]:
-        num_items = len(items)
-        each_params = self._one_each(params, num_items)
-        if priority is not None and len(priority) != num_items:
-            raise invalid("priority", f"there are {len(priority)} for {num_items} prompts")
-
-        def request(i: int, prompt: Prompt) -> PromptRequest:
-            request_id, seed = self._engine.new_request_id(), self._engine.draw_seed()
-            number = 0 if priority is None else priority[i]
-            return PromptRequest(request_id, prompt, each_params[i], seed, number)
-
-        work = self._all(
-            items,
-            tokenized,
-            request,
-            self._engine.finish,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-        )
-        return _successes(self._thread.run(work, timeout_s=None))
-
-    def _pool(
-        self,
-        items: Sequence[T],
-        tokenized: Callable[[T], Awaitable[Prompt]],
-        pooling_of: Callable[[int], Pooling],
-        use_tqdm: UseTqdm,
-        lora_request: LoRARequests = None,
-    ) -> list[EmbeddingRequestOutput]:
-        """Return the vectors of items; `pooling_of` gets the number of an item."""
-
-        def request(i: int, prompt: Prompt) -> PromptRequest:
-            request_id, pooling = self._engine.new_request_id(), pooling_of(i)
-            return PromptRequest(request_id, prompt, SamplingParams(), 0, pooling=pooling)
-
-        work = self._all(
-            items,
-            tokenized,
-            request,
-            self._engine.embed,
-            use_tqdm=use_tqdm,
-            lora_request=lora_request,
-        )
-        return _successes(self._thread.run(work, timeout_s=None))
-
-    async def _all(
-        self,
-        items: Sequence[T],
-        tokenized: Callable[[T], Awaitable[Prompt]],
-        make_request: Callable[[int, Prompt], PromptRequest],
-        run: Callable[[PromptRequest], Awaitable[Result]],
-        *,
-        use_tqdm: UseTqdm,
-        lora_request: LoRARequests,
-    ) -> list[Result | RequestFailed]:
-        """Make a request of each item, and run all of them once all are valid."""
-        requests, adapters = [], one_each(lora_request, len(items))
-        for i, item in enumerate(items):
-            try:
-                adapter = await self._engine.adapter_of(adapters[i])
-                request = make_request(i, await tokenized(item))._replace(adapter=adapter)
-                self._engine.check(request)
-            except RequestFailed as failure:
-                raise at_index(failure, i) from None
-            requests.append(request)
-            await asyncio.sleep(0)  # other threads may have requests open
-        with progress_bar(use_tqdm, len(requests)) as on_end:
-            return await self._engine.run_all(requests, run, on_end)
-
-    def _one_each(self, params: Params, num_prompts: int) -> list[SamplingParams]:
-        """Return the parameters of each prompt."""
-        if params is None:
-            params = self._engine.default_params()
-        if isinstance(params, SamplingParams):
-            return [params] * num_prompts
-        if not isinstance(params, Sequence) or not all(
-            isinstance(p, SamplingParams) for p in params
-        ):
-            raise invalid(
-                "sampling_params", "must be SamplingParams, or a list with one for each prompt"
-            )
-        if len(params) != num_prompts:
-            raise invalid("sampling_params", f"there are {len(params)} for {num_prompts} prompts")
-        return list(params)
 
 
 def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptType]:
@@ -447,10 +338,3 @@ def _prompt_list(prompts: PromptType | Sequence[PromptType]) -> Sequence[PromptT
 
 def _product(one: list[float], other: list[float]) -> float:
     return math.fsum(map(operator.mul, one, other))
-
-
-def _successes(outputs: list[Result | RequestFailed]) -> list[Result]:
-    """Return the results; PromptsFailed: some requests have failed."""
-    if any(isinstance(output, RequestFailed) for output in outputs):
-        raise PromptsFailed(outputs)
-    return cast(list[Result], outputs)
