@@ -5,7 +5,7 @@ import json
 import pytest
 
 from scripts.bench.commands.scheduler import main
-from scripts.bench.scheduler_costs import Plan
+from scripts.bench.scheduler_figures import Plan
 
 TINY = (
     "--running 2 16 --waiting-behind 4 --waiting 50 --leaving 20"

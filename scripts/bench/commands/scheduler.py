@@ -8,8 +8,17 @@ import msgspec
 
 from scripts.bench.scheduler_costs import (
     ADMITTED_TOKENS,
-    BLOCK_SIZE,
     PROMPT_TOKENS,
+    measure_admissions,
+    measure_departure,
+    measure_front_cost,
+    measure_marks,
+    measure_steady_decode,
+    measure_waiting_cost,
+    measure_waiting_memory,
+)
+from scripts.bench.scheduler_figures import (
+    BLOCK_SIZE,
     Admission,
     Departure,
     FrontCost,
@@ -18,13 +27,6 @@ from scripts.bench.scheduler_costs import (
     SteadyDecode,
     WaitingCost,
     WaitingMemory,
-    measure_admissions,
-    measure_departure,
-    measure_front_cost,
-    measure_marks,
-    measure_steady_decode,
-    measure_waiting_cost,
-    measure_waiting_memory,
 )
 
 _FLAG_TEXTS = {
