@@ -8,7 +8,8 @@ import httpx
 import msgspec
 import pytest
 
-from api_proc import app, openapi
+from api_proc import app
+from api_proc.openapi import routes as openapi
 from api_proc.openapi.document import document
 from api_proc.openapi.operations import OPERATIONS, Operation
 from tests.api.fake_engine import LiveServer
