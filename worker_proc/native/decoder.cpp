@@ -2,12 +2,13 @@
 //
 // One parallel region executes all instructions: all threads work on each instruction, and a barrier
 // ends it unless joins_next is set. Executor has one function for each kind of instruction, which
-// calls the kernels: pointwise.h (norms, activations), products/products.h (projections),
-// attention/rotations.h, attention/pair_attention.h, products/experts.h, products/low_rank.h,
-// exchange.h. Values are rounded to the model's dtype where transformers' modules round.
-// docs/execution.md shows how a step gets here; native/kernels.py calls the entry points at the end.
+// calls the kernels: pointwise.h (norms, activations), products/products.h and epilogues.h
+// (projections), attention/rotations.h, attention/pair_attention.h, products/experts.h,
+// products/low_rank.h, exchange.h. Values are rounded to the model's dtype where transformers' modules
+// round. docs/execution.md shows how a step gets here; native/kernels.py calls the entry point.
 
 #include "products/coded_rows.h"
+#include "epilogues.h"
 #include "exchange.h"
 #include "products/experts.h"
 #include "products/grouped_codes.h"
@@ -19,16 +20,13 @@
 #include "products/products.h"
 #include "program.h"
 #include "attention/rotations.h"
+#include "step_work.h"
 
 #include <omp.h>
 
 namespace {
 
 struct MovedRows;
-
-int32_t num_rows_of(const Instruction& i, const Run& run) {
-  return i.of_kept ? run.num_kept : run.num_rows;
-}
 
 template <typename T>
 class Executor {
@@ -195,54 +193,25 @@ class Executor {
             static_cast<const typename Code::Scale*>(i.scales), i.num_units, i.num_pairs};
   }
 
-  // The target of a projection and the parameters of its epilogue. Kernels copy them, so that they
-  // stay in registers: for the compiler, a store could change the instruction.
-  struct Outputs {
-    Outputs(const Executor& executor, const Instruction& i)
-        : data(reinterpret_cast<char*>(executor.row(i.target, 0))),
-          stride(executor.run_.buffers[i.target].stride),
-          scales(i.format == kInt8 ? static_cast<const float*>(i.scales) : nullptr),
-          bias(i.bias),
-          column(i.column),
-          activation(i.activation),
-          has_bounds(i.limit != 0.0f || i.alpha != 0.0f),
-          instruction(i) {}
-
-    T* row(int64_t index) const { return reinterpret_cast<T*>(data + index * stride); }
-
-    char* const data;
-    const int64_t stride;
-    const float *const scales, *const bias;  // for each output; null: none
-    const int32_t column, activation;
-    const bool has_bounds;
-    const Instruction& instruction;
-  };
-
-  // target = epilogue(source * weight + bias). Whole panels are written, with zeros past the last
-  // output.
+  // target = epilogue(source * weight + bias)
   void project(const Instruction& i) {
-    const Outputs to(*this, i);
+    const Outputs<T> to(i, run_.buffers);
     switch (i.epilogue) {
       case kStore:
-        return multiply_by(i, [this, to](int64_t r, int64_t pair, auto low, auto high) {
-          store(to, r, pair, pair, low, high);
+        return multiply_by(i, [to](int64_t r, int64_t pair, auto low, auto high) {
+          to.store(r, pair, pair, low, high);
         });
       case kAddTo:
-        return multiply_by(i, [this, to, factor = i.factor](int64_t r, int64_t pair, auto low,
-                                                            auto high) {
-          T* out = to.row(r) + pair * kPairOutputs;
-          accumulate(out, finished(to, r, pair, 0, low), factor);
-          accumulate(out + kLanes, finished(to, r, pair, 1, high), factor);
+        return multiply_by(i, [to](int64_t r, int64_t pair, auto low, auto high) {
+          to.add(r, pair, low, high);
         });
       case kActivate:
-        return multiply_by(i, [this, to](int64_t r, int64_t pair, auto gate, auto up) {
-          activate(to, r, pair, pair, gate, up);
+        return multiply_by(i, [to](int64_t r, int64_t pair, auto gate, auto up) {
+          to.activate(r, pair, pair, gate, up);
         });
       case kSplit:
-        return multiply_by(i, [this, to](int64_t r, int64_t pair, auto gate, auto up) {
-          T* out = to.row(r) + pair * kLanes;
-          save(finished(to, r, pair, 0, gate), out, kLanes);
-          save(finished(to, r, pair, 1, up), out + to.column, kLanes);
+        return multiply_by(i, [to](int64_t r, int64_t pair, auto gate, auto up) {
+          to.split(r, pair, gate, up);
         });
     }
   }
@@ -275,84 +244,6 @@ class Executor {
   void expand(const Instruction& i) {
     expand_all<T>(team_, *run_.adaptation, static_cast<const AdaptedSite*>(i.weight), i.num_units,
                   [&](int64_t r) { return row(i.target, r); });
-  }
-
-  // The epilogues write the products of a row and a pair of panels, 32 outputs. `weight_pair` is
-  // the index of the pair among those of all experts; without experts it is `pair`.
-
-  // target = product
-  template <class Sums>
-  void store(const Outputs& to, int64_t r, int64_t pair, int64_t weight_pair, Sums low, Sums high) {
-    T* out = to.row(r) + to.column + pair * kPairOutputs;
-    save(biased(to, r, weight_pair * kPairOutputs, low), out, kLanes);
-    save(biased(to, r, weight_pair * kPairOutputs + kLanes, high), out + kLanes, kLanes);
-  }
-
-  // target = f(gate) * up
-  template <class Sums>
-  void activate(const Outputs& to, int64_t r, int64_t pair, int64_t weight_pair, Sums gate, Sums up) {
-    T* out = to.row(r) + pair * kLanes;
-    const Vec own_gate = finished(to, r, weight_pair, 0, gate);
-    const Vec own_up = finished(to, r, weight_pair, 1, up);
-    if (to.has_bounds) return activate_within(to.instruction, own_gate, own_up, out);
-    save(round(activation_of<T>(own_gate, to.activation)) * own_up, out, kLanes);
-  }
-
-  // target = f(gate) * up with a limit or an alpha. Not inlined, for the reason of accumulate_scaled.
-  [[gnu::noinline]] static void activate_within(const Instruction& i, Vec gate, Vec up, T* out) {
-    if (i.limit != 0.0f) {  // NaN stays NaN
-      gate = gate > i.limit ? splat(i.limit) : gate;
-      up = up > i.limit ? splat(i.limit) : up;
-      up = up < -i.limit ? splat(-i.limit) : up;
-    }
-    Vec opened;
-    if (i.alpha != 0.0f) {
-      opened = gate * round(sigmoid_of(round(gate * i.alpha)));
-      up = round(up + 1.0f);
-    } else {
-      opened = activation_of<T>(gate, i.activation);
-    }
-    save(round(opened) * up, out, kLanes);
-  }
-
-  // target = f(product)
-  template <class Sums>
-  void apply(const Outputs& to, int64_t r, int64_t pair, int64_t weight_pair, Sums low, Sums high) {
-    T* out = to.row(r) + pair * kPairOutputs;
-    save(activation_of<T>(finished(to, r, weight_pair, 0, low), to.activation), out, kLanes);
-    save(activation_of<T>(finished(to, r, weight_pair, 1, high), to.activation), out + kLanes, kLanes);
-  }
-
-  // The products of a row and a panel with scales and bias, rounded to T.
-  template <class Sums>
-  Vec finished(const Outputs& to, int64_t r, int64_t pair, int half, Sums sums) const {
-    return round(biased(to, r, pair * kPairOutputs + half * kLanes, sums));
-  }
-
-  // The sums of a row and 16 outputs, times the scales, plus the bias. The multiply-add with zero
-  // rounds the product, so that the compiler cannot fuse it with the addition of the bias.
-  Vec biased(const Outputs& to, int64_t, int64_t output, Vec sums) const {
-    if (to.scales) sums = multiply_add(sums, load(to.scales + output), Vec{});
-    return to.bias ? sums + load(to.bias + output) : sums;
-  }
-
-  Vec biased(const Outputs& to, int64_t r, int64_t output, VecInt sums) const {
-    const Instruction& i = to.instruction;
-    const Vec bias = i.bias ? load(i.bias + output) : splat(0.0f);
-    const Vec scales = load(static_cast<const float*>(i.scales) + output);
-    return coded_row(i.source, r).products(sums, scales, bias);
-  }
-
-  // out += factor * value
-  static void accumulate(T* out, Vec value, float factor) {
-    if (factor != 1.0f) return accumulate_scaled(out, value, factor);
-    save(load(out) + value, out, kLanes);
-  }
-
-  // Not inlined, because the compiler could fuse the product and the sum in one caller and not in
-  // another.
-  [[gnu::noinline]] static void accumulate_scaled(T* out, Vec value, float factor) {
-    save(load(out) + round(value * factor), out, kLanes);
   }
 
   // Queries and keys in source, in place: optional norms of each head, and the rotary embedding.
@@ -488,15 +379,15 @@ class Executor {
   // experts follow each other.
   void compute_experts(const Instruction& i) {
     const SortedChoices sorted = sort(i);
-    const Outputs to(*this, i);
+    const Outputs<T> to(i, run_.buffers);
     with_weight(i, [&](auto value, const auto& w, UnitRows rows) {
       multiply_sorted<decltype(value)>(
           team_, sorted, i.num_experts, w, rows,
           [&](int64_t expert, int64_t r, int64_t pair, auto low, auto high) {
             const int64_t weight_pair = expert * i.num_pairs + pair;
-            if (i.epilogue == kActivate) return activate(to, r, pair, weight_pair, low, high);
-            if (i.epilogue == kApply) return apply(to, r, pair, weight_pair, low, high);
-            store(to, r, pair, weight_pair, low, high);
+            if (i.epilogue == kActivate) return to.activate(r, pair, weight_pair, low, high);
+            if (i.epilogue == kApply) return to.apply(r, pair, weight_pair, low, high);
+            to.store(r, pair, weight_pair, low, high);
           });
     });
   }
@@ -529,40 +420,6 @@ class Executor {
   Team& team_;
 };
 
-// An estimate of the work of an instruction, in products of vectors. A few rows take as long as
-// kMinRows, because they wait for the weights.
-int64_t work_of(const Instruction& i, const Run& run, int64_t num_visible) {
-  constexpr int64_t kMinRows = 8;
-  const auto products = [&](int64_t num_taken, int64_t num_weights) {
-    return std::max(num_taken, kMinRows * num_weights) * i.num_units * i.num_pairs * 2;
-  };
-  const int64_t num_rows = num_rows_of(i, run), num_sorted = num_rows * i.num_chosen;
-  switch (i.kind) {
-    case kProject: return products(num_rows, 1);
-    case kExperts: return products(num_sorted, std::min<int64_t>(num_sorted, i.num_experts));
-    case kAttend:
-      return num_visible * i.layer->num_heads * (i.layer->head_dim + i.layer->value_head_dim) / 32;
-  }
-  return 0;
-}
-
-// Whether a single thread computes a step: with at most two threads, for a whole model, if that takes
-// less than about a millisecond. On two processors, the second thread competes with the core and the
-// API, and each barrier would wait for it.
-bool is_for_one_thread(const Program& program, const Run& run) {
-  constexpr int kMaxThreads = 2;
-  constexpr int64_t kBriefWork = 2'000'000;
-  if (run.positions == nullptr || omp_get_max_threads() > kMaxThreads) return false;
-  int64_t num_visible = 0, work = 0;
-  for (int32_t r = 0; r < run.num_rows; r++) num_visible += run.positions[r] + 1;
-  const int32_t num_all = program.num_instructions + program.num_later;
-  for (int32_t i = 0; i < num_all && work < kBriefWork; i++)
-    work += work_of(program.instructions[i], run, num_visible);
-  return work < kBriefWork;
-}
-
-// Executes a program. Returns the number of instructions, or that of the instruction at which it has
-// stopped because a rank is missing.
 template <typename T>
 int32_t execute_all(const Program& program, const Run& run) {
   Crew crew;
@@ -586,60 +443,6 @@ int32_t execute_all(const Program& program, const Run& run) {
 
 }  // namespace
 
-// The forward of a whole model or of some layers, over one step.
 extern "C" int32_t troika_execute(const Program* program, const Run* run) {
   return (program->is_bf16 ? execute_all<Bf16> : execute_all<float>)(*program, *run);
-}
-
-// One projection of a module, from `rows` to `out`. `codes` has room for the quantized rows if the
-// weight needs them (kInt8ForCodes).
-extern "C" void troika_project(const Instruction* instruction, const Buffer* rows,
-                               const Buffer* out, const Buffer* codes, int32_t num_rows,
-                               int32_t is_bf16) {
-  const Buffer buffers[] = {*rows, *out, *codes};
-  Run run{};
-  run.buffers = buffers;
-  run.num_rows = num_rows;
-  Instruction instructions[2] = {{}, *instruction};
-  Instruction &code = instructions[0], &project = instructions[1];
-  const bool has_codes = project.format == kInt8ForCodes;
-  code.kind = kCode;
-  code.size = project.size;
-  code.target = 2;
-  if (has_codes) project.source = 2;
-  const Program program{has_codes ? &code : &project, has_codes ? 2 : 1, is_bf16};
-  troika_execute(&program, &run);
-}
-
-// One embedding of a module: writes the rows of `tokens`, [num_rows], to `out`.
-extern "C" void troika_look_up(const Instruction* instruction, const int64_t* tokens, const Buffer* out,
-                               int32_t num_rows, int32_t is_bf16) {
-  Run run{};
-  run.buffers = out;
-  run.tokens = tokens;
-  run.num_rows = num_rows;
-  const Program program{instruction, 1, is_bf16};
-  troika_execute(&program, &run);
-}
-
-// The LoRA adapters of one projection of a module, which are added to `out`.
-extern "C" void troika_adapt(const AdaptedSite* site, int32_t num_inputs, const Buffer* rows,
-                             const Buffer* out, const Adaptation* adaptation, int32_t num_rows,
-                             int32_t is_bf16) {
-  const Buffer buffers[] = {*rows, *out};
-  Run run{};
-  run.buffers = buffers;
-  run.adaptation = adaptation;
-  run.num_rows = num_rows;
-  Instruction instructions[2] = {};
-  instructions[0].kind = kShrink;
-  instructions[1].kind = kExpand;
-  instructions[1].target = 1;
-  for (Instruction& i : instructions) {
-    i.weight = site;
-    i.num_units = 1;
-    i.size = num_inputs;
-  }
-  const Program program{instructions, 2, is_bf16};
-  troika_execute(&program, &run);
 }

@@ -1,7 +1,7 @@
 // RMS norms and activation functions, each in one pass over a row.
 //
 // Values are rounded where transformers' modules round, so results differ at most by the order of a sum.
-// Used by pointwise.cpp (one module), decoder.cpp (epilogues and norms) and recurrent/recurrence.h.
+// Used by pointwise.cpp (one module), decoder.cpp (norms), epilogues.h and recurrent/recurrence.h.
 
 #pragma once
 

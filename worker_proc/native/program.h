@@ -113,4 +113,17 @@ struct Run {
   Exchange* exchange;            // for a program with kAddRanks
   int32_t num_rows, num_kept;
 };
+
+// Executes a program over one step (decoder.cpp). Returns the number of instructions, or that of the
+// instruction at which it has stopped because a rank is missing.
+int32_t troika_execute(const Program* program, const Run* run);
 }
+
+namespace {
+
+// The number of rows that an instruction computes.
+inline int32_t num_rows_of(const Instruction& i, const Run& run) {
+  return i.of_kept ? run.num_kept : run.num_rows;
+}
+
+}  // namespace

@@ -2,7 +2,7 @@
 //
 // Int8 chooses scales. Int8Panels is the layout for float and bfloat16 rows, of which Int8Tile
 // decodes tiles, and CodedUnits the layout for rows of int8 codes. Scales multiply the sums of an
-// output (Outputs in decoder.cpp). linear.cpp packs the weights.
+// output (epilogues.h). linear.cpp packs the weights.
 
 #pragma once
 
