@@ -31,7 +31,8 @@ DEFAULT_MAMBA_BLOCK_SIZE = 512
 
 TenantName = Annotated[str, Meta(min_length=1, max_length=256)]
 Weight = Annotated[float, Meta(ge=1e-6, le=1e6)]
-"""Shares are lines of virtual time, floats of which one token of the lowest weight takes 1e6."""
+"""A token takes 1 / weight of virtual time, which is a float: after a billion tokens of the lowest
+weight, single tokens of weight 1 still advance it."""
 PathText = Annotated[str, Meta(min_length=1, max_length=4096, extra={"metavar": "PATH"})]
 ModelName = Annotated[str, Meta(min_length=1, max_length=256)]
 LoraText = Annotated[str, Meta(min_length=1, max_length=8192, extra={"metavar": "NAME=PATH"})]

@@ -115,7 +115,7 @@ def _parse_json(text: str, origin: str) -> Any:
 
 
 def _check_json(value: Any, origin: str, place: str = "") -> None:
-    """Raise a ConfigError for a value of YAML that JSON lacks, such as a date.
+    """Raise a ConfigError for a value that JSON lacks, such as a date, or a number over 64 bits.
 
     Other processes and templates get the value as JSON has it.
     """
@@ -131,7 +131,10 @@ def _check_json(value: Any, origin: str, place: str = "") -> None:
             _check_json(inner, origin, f"{place}[{i}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise ConfigError(f"{shown} is {value}, which JSON lacks; write it as text, in quotes")
-    elif value is not None and not isinstance(value, str | bool | int | float):
+    elif isinstance(value, int):
+        if not -(2**63) <= value < 2**64:
+            raise ConfigError(f"{shown} has more than 64 bits; write it as text, in quotes")
+    elif value is not None and not isinstance(value, str | float):
         kind = type(value).__name__
         raise ConfigError(f"{shown} is a {kind}, which JSON lacks; write it as text, in quotes")
 

@@ -172,6 +172,14 @@ def test_flag_wins_over_environment_over_file_over_default(tmp_path: Path) -> No
             "^default_chat_template_kwargs: a has the name 1, which is not a text",
         ),
         (
+            {"default_chat_template_kwargs": '{"a": [18446744073709551616]}'},
+            r"^default_chat_template_kwargs: a\[0\] has more than 64 bits; write it as text",
+        ),
+        (
+            {"default_chat_template_kwargs": {"a": -(2**63) - 1}},
+            "^default_chat_template_kwargs: a has more than 64 bits",
+        ),
+        (
             {"override_generation_config": '{"temperature": 9}'},
             "^override_generation_config: temperature: .*<= 2",
         ),

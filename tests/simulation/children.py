@@ -165,11 +165,6 @@ class SimulatedForkServer:
         """A placeholder to poll: the zygote wakes its supervisor instead."""
         self.child = SimulatedProcess(zygote, epoch)
 
-    @property
-    def asked(self) -> list[int]:
-        """Epochs of workers that are not forked yet."""
-        return list(self._asked)
-
     def fork(self, epoch: int, progress_fd: int | None, *, is_standby: bool) -> None:
         """Request a worker; `Forked` follows, or the death of the zygote."""
         if not self._zygote.is_alive:
@@ -203,5 +198,5 @@ class SimulatedForkServer:
 
     def close(self) -> None:
         """Give up all requested workers; called after the zygote's death."""
-        for epoch in self.asked:
+        for epoch in list(self._asked):
             self.disown(epoch)
