@@ -16,16 +16,17 @@ DECODERS = {
 def announcement(facts: ModelFacts, attention: str) -> Iterator[str]:
     """Yield lines about context length, KV capacity, the attention path, and optional features."""
     longest = facts.max_model_len
+    num_needed = facts.num_blocks_for(longest - 1)
     if facts.num_gpu_blocks == UNLIMITED_BLOCKS:
         yield f"context {longest:,} tokens; no KV cache in this stage"
-    elif num_needed := facts.num_blocks_for(longest - 1):
+    elif facts.computes_whole_prompts or not num_needed:
+        yield f"context {longest:,} tokens; no KV cache"
+    else:
         concurrency = (facts.num_gpu_blocks - 1) / num_needed
         yield (
             f"context {longest:,} tokens; KV cache {int(concurrency * longest):,} tokens"
             f" ({concurrency:.1f} requests of full length)"
         )
-    else:
-        yield f"context {longest:,} tokens; no KV cache"
     if facts.num_state_blocks:
         yield f"recurrent states: {facts.num_state_blocks - 1:,} requests and prefixes"
     if not attention:

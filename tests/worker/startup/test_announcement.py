@@ -42,6 +42,12 @@ def test_capacity_is_that_of_requests_of_full_length() -> None:
     ]
 
 
+def test_an_encoder_has_no_cache() -> None:
+    facts = msgspec.structs.replace(FACTS, computes_whole_prompts=True)
+    (line, _) = announcement(facts, "native kernel")
+    assert line == "context 2,049 tokens; no KV cache"
+
+
 def test_rounded_weights_are_named() -> None:
     (_, line) = announcement(msgspec.structs.replace(FACTS, quantization="w8a16"), "native kernel")
     assert line.endswith("native kernel, bfloat16 with weights w8a16 on the CPU")
