@@ -11,6 +11,7 @@ from protocol.core_worker import CompileGrammar, GrammarCompiled
 from protocol.message import MAX_TEXT
 from protocol.sampling import CONTENT_RULE, JSON_WHITESPACE, Grammar, GrammarKind
 from worker_proc.grammar.errors import NO_TOKEN, GrammarError, in_words
+from worker_proc.grammar.state import GrammarState
 from worker_proc.grammar.vocabulary import Tokens, Vocabulary, load_tokens
 
 if TYPE_CHECKING:  # imported on use: most workers never receive a grammar
@@ -141,17 +142,24 @@ class GrammarCompiler:
         return matcher
 
     def follow(self, grammar: Grammar) -> None:
-        """Follow a grammar over some tokens; raise GrammarError if they exceed the limits.
+        """Follow a grammar over some tokens; raise GrammarError if they cannot be generated.
 
-        Some grammars are compiled within the limits, and exceed them with the first token.
+        Some grammars are compiled within the limits, and exceed them with the first token. Others
+        demand a text for which the model has no tokens.
         """
         matcher = self.matcher(grammar)
+        state = GrammarState(matcher, 0, tokenizer=self.tokenizer)
         ends = sum(1 << token_id for token_id in self.vocabulary.eos_token_ids)
         for _ in range(_FOLLOWED_TOKENS):
-            allowed = int.from_bytes(matcher.compute_bitmask(), "little") & ~ends
+            [mask] = state.masks([])
+            allowed = int.from_bytes(mask, "little") & ~ends
             if not allowed or matcher.is_error() or matcher.is_stopped():
                 break
-            matcher.try_consume_tokens([(allowed & -allowed).bit_length() - 1])
+            token_id = (allowed & -allowed).bit_length() - 1
+            is_refused = matcher.try_consume_tokens([token_id]) == 0 and not matcher.is_error()
+            if is_refused and allowed == 1 << token_id:
+                # Bytes without a token are left out of a text that is demanded.
+                raise GrammarError(in_words(NO_TOKEN, has_begun=True))
         if matcher.is_error():
             reason = in_words(matcher.get_error(), has_begun=True)
             is_limit = not matcher.get_error().startswith(NO_TOKEN)

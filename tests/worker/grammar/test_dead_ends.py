@@ -47,8 +47,11 @@ def test_an_answer_that_no_token_continues_fails_instead_of_ending(
     assert state.error in (NO_TOKEN, f"the grammar does not allow token {TOKENS.index('h')}")
 
 
-def test_a_dead_end_within_the_first_tokens_is_refused_before(compiler: GrammarCompiler) -> None:
-    grammar = Grammar(GrammarKind.REGEX, "abé")
+@pytest.mark.parametrize("regex", ["abé", "ab(é|☃)h", "abcéh", "éh"])
+def test_a_dead_end_within_the_first_tokens_is_refused_before(
+    compiler: GrammarCompiler, regex: str
+) -> None:
+    grammar = Grammar(GrammarKind.REGEX, regex)
     compiler.compile(grammar)
     with pytest.raises(GrammarError, match=f"^{NO_TOKEN}$"):
         compiler.follow(grammar)
