@@ -111,11 +111,17 @@ class TextProcessor:
         pool = TextPool(model, pool_size, MAX_LONG_TEXTS) if pool_size else None
         names = model.tool_call_parser, model.reasoning_parser
         variables = model.default_chat_template_kwargs
+        defaults = sampling_defaults(model)
         if model.model == NULL_MODEL and model.tokenizer is None:
             dialect = find_dialect(_NULL_CHAT_TEMPLATE, *names)
             plain = ChatTemplate(_NULL_CHAT_TEMPLATE, {})
             return cls(
-                ByteTokenizer(), plain, dialect=dialect, template_defaults=variables, pool=pool
+                ByteTokenizer(),
+                plain,
+                defaults,
+                dialect=dialect,
+                template_defaults=variables,
+                pool=pool,
             )
         directory = Path(model.tokenizer or model.model)
         config = read_json(directory / "tokenizer_config.json")
@@ -129,7 +135,6 @@ class TextProcessor:
             with_tools = ChatTemplate(templates["tool_use"], tokenizer.special_tokens)
         sources = "".join(templates[name] for name in ("tool_use", "default") if name in templates)
         dialect = find_dialect(sources, *names)
-        defaults = sampling_defaults(model)
         processor = cls(
             tokenizer, template, defaults, config, dialect, template_defaults=variables, pool=pool
         )

@@ -231,6 +231,13 @@ def test_settings_take_the_place_of_the_checkpoints_sampling_defaults(tmp_path: 
     )
 
 
+def test_settings_of_the_null_model_are_its_sampling_defaults() -> None:
+    model = configure(model="null", override_generation_config={"max_new_tokens": 8}).model
+    text = TextProcessor.load(model)
+    assert text.defaults == SamplingDefaults(max_new_tokens=8, max_tokens_limit=8)
+    text.close()
+
+
 def test_max_new_tokens_is_a_default_of_the_checkpoint_and_a_limit_of_the_settings(
     tmp_path: Path,
 ) -> None:
