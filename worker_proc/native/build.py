@@ -213,7 +213,7 @@ def build_all_targets(directory: Path) -> list[Path]:
 
 def _compile(flags: tuple[str, ...], path: Path, instructions: Set[str], timeout_s: float) -> None:
     """Compile the sources in parallel and link a library; a RuntimeError has the reason."""
-    _remove_abandoned(path.parent)
+    _remove_abandoned(path.parent, 2 * timeout_s)
     try:
         _compile_until(time.monotonic() + timeout_s, flags, path, instructions)
     except subprocess.TimeoutExpired:
@@ -273,11 +273,11 @@ def _run(deadline: float, *arguments: str) -> None:
         raise RuntimeError(f"{command} failed: {done.stderr.strip()}")
 
 
-def _remove_abandoned(directory: Path) -> None:
-    """Remove what compilations have left that were killed."""
+def _remove_abandoned(directory: Path, min_age_s: float) -> None:
+    """Remove what compilations have left that were killed at least `min_age_s` ago."""
     for scratch in directory.glob(f"{_SCRATCH}*"):
         try:
-            is_abandoned = time.time() - scratch.stat().st_mtime > 2 * COMPILE_TIMEOUT_S
+            is_abandoned = time.time() - scratch.stat().st_mtime > min_age_s
         except OSError:  # it has just been removed
             continue
         if is_abandoned:

@@ -3,6 +3,7 @@
 import os
 import shutil
 import threading
+import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -165,7 +166,12 @@ def test_the_build_of_a_wheel_may_take_longer_than_a_compilation_of_a_start(
     monkeypatch.setattr(module, "COMPILE_TIMEOUT_S", 0.0)
     with pytest.raises(RuntimeError, match=r"compiler takes longer than 0 s"):
         module._compile((), tmp_path / "library", set(), module.COMPILE_TIMEOUT_S)
+    of_another_build = tmp_path / "prebuilt" / "compiling-for-an-hour"
+    of_another_build.mkdir(parents=True)
+    an_hour_ago = time.time() - 3600
+    os.utime(of_another_build, (an_hour_ago, an_hour_ago))
     assert len(build_all_targets(tmp_path / "prebuilt")) == len(TARGETS)
+    assert of_another_build.exists()
 
 
 @needs_compiler
