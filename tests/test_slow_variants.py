@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.conftest import NAMES, UNKNOWN, unknown_names
+from tests.plugins.slow_variants import NAMES, UNKNOWN, unknown_names
 
 
 def test_each_name_is_that_of_a_test(pytestconfig: pytest.Config) -> None:

@@ -1,1 +1,1 @@
-"""Plugins of pytest: the order and the processes in which tests run, and what is done meanwhile."""
+"""Plugins of pytest: which tests run, their order and processes, and what is done meanwhile."""
