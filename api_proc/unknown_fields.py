@@ -63,6 +63,7 @@ FOREIGN_POOLED = FOREIGN | {
     "endianness": "encoding_format",
     "max_tokens_per_doc": "truncate_prompt_tokens",
     "max_tokens_per_query": "truncate_prompt_tokens",
+    "messages": "",
     "padding": "",
 }
 """The same for the routes of embeddings, scores and labels."""

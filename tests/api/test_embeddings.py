@@ -144,6 +144,12 @@ def test_a_field_of_another_server_that_would_change_the_vectors_is_refused(
     assert (response.status_code, response.json()["error"]["param"]) == (400, name)
 
 
+def test_a_chat_beside_the_input_is_refused(live: LiveServer) -> None:
+    """It would not be in the vector."""
+    response = post(live, input="a", messages=[{"role": "user", "content": "b"}])
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
+
+
 @pytest.mark.parametrize(
     ("body", "param", "code"),
     [
