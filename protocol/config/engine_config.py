@@ -514,7 +514,7 @@ class RunConfig(Section):
     """Format of log lines; json: one object per line."""
     access_log: AccessLog = AccessLog.SAMPLED
     """A line per HTTP request, without its text. sampled: 50 lines a second, then every hundredth
-    request, and no probes."""
+    request, and of probes only changes of the status."""
     check_invariants: bool = False
     """Check the scheduler's invariants after every step; for debugging."""
     log_stats_interval_s: Annotated[float, Meta(gt=0.0, le=3600.0)] = 10.0

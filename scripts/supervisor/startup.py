@@ -133,9 +133,13 @@ def parse(program: str, argv: Sequence[str]) -> tuple[argparse.Namespace, Engine
     asked, _ = parser.parse_known_args(argv)
     if asked.help is not None or asked.version:
         try:
-            print(f"troika {version()}" if asked.version else help_text(program, asked.help))
+            text = f"troika {version()}" if asked.version else help_text(program, asked.help)
+            print(text, flush=True)
         except ConfigError as error:
             parser.error(str(error))
+        except BrokenPipeError:  # a reader such as `head` has left
+            with open(os.devnull, "w") as sink:
+                os.dup2(sink.fileno(), sys.stdout.fileno())  # the rest is written at the exit
         sys.exit(0)
     config = settings.parse_args(parser, argv)
     arguments = parser.parse_args(argv)

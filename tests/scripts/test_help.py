@@ -1,5 +1,6 @@
 """The help of `troika serve`, and errors in its arguments: one line that states what to do."""
 
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -53,6 +54,17 @@ def test_help_about_a_flag_has_its_bounds_and_sources(
     page = output(capsys, f"--help={topic}")
     for text in ("Maximum number", "TROIKA_MAX_NUM_SEQS", ">= 1 and <= 16384", "64", "scheduler"):
         assert text in page
+
+
+def test_help_whose_reader_has_left_ends_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr("sys.stdout", pipe)
+        with pytest.raises(SystemExit) as caught:
+            startup.parse("troika serve", ["--help"])
+        assert caught.value.code == 0
+        pipe.write("the rest")
 
 
 def test_help_shows_bytes_with_a_unit(capsys: pytest.CaptureFixture[str]) -> None:
