@@ -31,8 +31,8 @@ class AdapterRequests:
     has_turn: bool = False
     num_left: int = 0
     """Requests that its turn still takes while another adapter waits."""
-    taken: set[Request] = field(default_factory=set)
-    """Requests of its turn. Some of them may have ended."""
+    taken: dict[Request, None] = field(default_factory=dict)
+    """Requests of its turn, in the order in which they joined it. Some of them may have ended."""
     waiting: list[_Row] = field(default_factory=list)
     """Requests for its next turn: a heap. Some of them may have ended."""
     is_cut: bool = False
@@ -48,7 +48,7 @@ class AdapterRequests:
         return [*self.taken, *(request for _, _, request in self.waiting)]
 
     def forget_ended(self) -> None:
-        self.taken = {request for request in self.taken if not request.is_finished}
+        self.taken = {request: None for request in self.taken if not request.is_finished}
         if any(request.is_finished for _, _, request in self.waiting):
             self.waiting = [row for row in self.waiting if not row[2].is_finished]
             heapq.heapify(self.waiting)
@@ -81,7 +81,7 @@ class AdapterTurns:
         """Add a request to the turn of its adapter, or let it wait for the next one."""
         if requests.has_turn and (not self._queue or requests.num_left > 0):
             requests.num_left -= bool(self._queue)
-            requests.taken.add(request)
+            requests.taken[request] = None
         else:
             self._put_waiting(requests, request)
             self._ask_for_turn(requests)
@@ -105,7 +105,7 @@ class AdapterTurns:
         others = [request for request in requests.taken if not _has_begun(request)]
         others.sort(key=lambda request: (order(request), request.req_id))
         for request in others[requests.num_left :]:
-            requests.taken.remove(request)
+            del requests.taken[request]
             self._put_waiting(requests, request)
             self._scheduler.hold(request, RequestStatus.WAITING_FOR_ADAPTER)
         requests.num_left -= len(others[: requests.num_left])
@@ -140,7 +140,7 @@ class AdapterTurns:
         while requests.waiting and (not self._queue or requests.num_left > 0):
             requests.num_left -= bool(self._queue)
             _, _, request = heapq.heappop(requests.waiting)
-            requests.taken.add(request)
+            requests.taken[request] = None
             yield request
 
     def end(self, requests: AdapterRequests) -> None:

@@ -32,6 +32,7 @@ from tests.core.adapter_engine import (
     load_all,
     make_engine,
     new_ids,
+    refusals,
 )
 from tests.core.engine_bench import CLIENT, FACTS, add, answer, scheduled
 
@@ -100,6 +101,16 @@ def test_an_adapter_that_cannot_be_used_fails_its_requests_alone() -> None:
     engine.abort(CLIENT, [2])
     assert load_all(engine) == [UnloadAdapter(B.adapter_id), LoadAdapter(A)], "it is tried again"
     assert new_ids(scheduled(engine)) == [3]
+
+
+def test_requests_are_refused_in_the_order_in_which_they_came() -> None:
+    """No order depends on where objects are in memory: a simulated seed would not be reproduced."""
+    engine = make_engine()
+    for request_id in range(1, 17):
+        assert engine.add(CLIENT, adapted(request_id, A)) is None
+    engine.take_adapters()
+    engine.answered(AdapterLoaded(A.adapter_id, "r 64 is too large"))
+    assert list(refusals(engine)) == list(range(1, 17))
 
 
 def test_no_more_than_max_loras_adapters_are_in_a_step() -> None:
