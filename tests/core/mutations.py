@@ -35,6 +35,7 @@ PYTEST = (
     *("-m", "pytest", "tests/core", "-x", "-q", "--tb=no", "-rfE", "-p", "no:cacheprovider"),
     "--ignore-glob=*/test_loop*",  # real sockets: slow, and they test other properties
     "--ignore-glob=*/test_stateful*",  # slow too, and random
+    "--ignore-glob=*/test_mutations*",  # a copy with a fault lacks the line that it replaces
     f"--timeout={TIME_LIMIT_S}",
     "--timeout-method=signal",
 )
