@@ -219,11 +219,14 @@ class Replay:
                     history.add(row.output)  # a snapshot repeats outputs, even after the end
 
     def _accept(self, accepted: AcceptRecord) -> None:
-        """Add a request, or take its present engine and place from a snapshot."""
+        """Add a request, or take its present engine and place from a snapshot.
+
+        A record with another number of sequences is not of this request, and is ignored.
+        """
         request = self._requests.get(accepted.number)
         if request is None:
             self._requests[accepted.number] = ReplayedRequest(accepted)
-        else:
+        elif len(accepted.adds) == len(request.histories):
             request.accepted = accepted
 
     def _mark_sent(self, number: int) -> None:
