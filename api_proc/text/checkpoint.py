@@ -9,6 +9,7 @@ import msgspec
 
 from protocol.config import ConfigError, ModelConfig
 from protocol.config.field_errors import read_field_error
+from protocol.process.model_files import NULL_MODEL
 from protocol.sampling import (
     MaxTokens,
     MinP,
@@ -81,7 +82,8 @@ def sampling_defaults(model: ModelConfig) -> SamplingDefaults:
 
     Values in generation_config.json that are out of bounds are logged and ignored.
     """
-    found = _checkpoint_defaults(Path(model.model))
+    has_files = model.model != NULL_MODEL
+    found = _checkpoint_defaults(Path(model.model)) if has_files else SamplingDefaults()
     if model.generation_config == "vllm":
         found = SamplingDefaults(suppress_tokens=found.suppress_tokens)
     if model.override_generation_config is None:

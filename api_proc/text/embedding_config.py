@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 from api_proc.errors import invalid
 from api_proc.text.checkpoint import read_json
-from api_proc.text.processor import NULL_MODEL
 from protocol.config import ModelConfig
 from protocol.config.sentence_modules import SentenceModules, read_sentence_modules
+from protocol.process.model_files import NULL_MODEL
 
 
 class EmbeddingConfig(NamedTuple):

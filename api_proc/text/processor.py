@@ -51,6 +51,7 @@ from api_proc.text.tokenizer import (
 )
 from protocol.api_core import ErrorCode
 from protocol.config import ModelConfig
+from protocol.process.model_files import NULL_MODEL
 
 INLINE_CHARS = 2048
 """Texts up to this length take less than a millisecond, about as long as a thread hand-over."""
@@ -63,7 +64,6 @@ _SLICE_IDS = 2**15
 _ID_CHARS = 2
 """Number of characters that take as long to encode as one id takes to decode."""
 
-NULL_MODEL = "null"
 REASONING_TAIL_TOKENS = 32
 """Number of tokens at the end of a prompt that contain the marker if the prompt begins or ends
 reasoning."""
