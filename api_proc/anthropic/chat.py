@@ -36,8 +36,7 @@ FOREIGN_NAMES = dict.fromkeys((*FOREIGN, *ChatBody.__struct_fields__), "") | {
     "stop": "stop_sequences",
     "user": "metadata",
 }
-"""Names of chats and of other servers, which a client would expect to have an effect, with the
-field of this route to use instead."""
+"""Fields of chats and of other servers that this route lacks, with the field to use instead."""
 
 
 class MessagesChat(ChatBody, kw_only=True):

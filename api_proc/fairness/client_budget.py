@@ -23,7 +23,7 @@ class ClientBudget:
         """A request whose prompts are not known yet counts as one sequence."""
 
     def check_size(self, num_sequences: int) -> None:
-        """Raise a 400 if a client may never have as many sequences open."""
+        """Raise a 400 if one client may never have this number of sequences open."""
         limits = {"max_open_requests_per_client": self.max_per_client}
         if self._has_shares:
             limits["max_open_requests"] = largest_share(self._sequences.limit)

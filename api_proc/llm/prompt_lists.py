@@ -150,7 +150,7 @@ class PromptLists:
 def _params_for_each(
     params: SamplingParams | Sequence[SamplingParams], num_prompts: int
 ) -> list[SamplingParams]:
-    """Return the parameters of each prompt; RequestFailed: their number is another one."""
+    """Return the parameters of each prompt; raises RequestFailed if their numbers differ."""
     if isinstance(params, SamplingParams):
         return [params] * num_prompts
     if not isinstance(params, Sequence) or not all(isinstance(p, SamplingParams) for p in params):

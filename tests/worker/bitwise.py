@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,20 @@ class Recorder:
             key = text, int(inputs.position_ids[0, packed_row])
             known = self.found.setdefault(key, logits[row].clone())
             assert torch.equal(known, logits[row]), key
+
+    @contextmanager
+    def recording(self, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+        """Record the steps of all runners meanwhile."""
+        compute = model_runner.compute_logits
+
+        def recording(*args: Any) -> torch.Tensor:
+            logits = compute(*args)
+            self.record(args[2], logits)
+            return logits
+
+        with monkeypatch.context() as patch:
+            patch.setattr(model_runner, "compute_logits", recording)
+            yield
 
     def run(self, runner: ModelRunner, schedule: "Schedule") -> None:
         """Compute all texts, some of them twice, as scheduled."""
@@ -193,18 +208,11 @@ def compare(
 ) -> None:
     """Compute the same texts in many ways, by default more of them by the first runner."""
     recorder = Recorder([])
-    compute = model_runner.compute_logits
-
-    def recording(*args: Any) -> torch.Tensor:
-        logits = compute(*args)
-        recorder.record(args[2], logits)
-        return logits
-
-    monkeypatch.setattr(model_runner, "compute_logits", recording)
-    for number, runner in enumerate(runners):
-        torch.set_num_threads(NUM_THREADS[number])
-        texts = recorder.texts = make_texts(runner.facts.vocab_size, lengths)
-        for seed in range(num_schedules[number]):
-            recorder.run(runner, Schedule(runner, texts, random.Random(seed + 100 * number)))
+    with recorder.recording(monkeypatch):
+        for number, runner in enumerate(runners):
+            torch.set_num_threads(NUM_THREADS[number])
+            texts = recorder.texts = make_texts(runner.facts.vocab_size, lengths)
+            for seed in range(num_schedules[number]):
+                recorder.run(runner, Schedule(runner, texts, random.Random(seed + 100 * number)))
     assert number > 0
     assert len(recorder.found) == sum(lengths)

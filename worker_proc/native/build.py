@@ -41,7 +41,7 @@ PORTABLE = ("-static-libstdc++", "-static-libgcc")
 COMPILE_TIMEOUT_S = 600.0
 """Limit for compiling a whole library in the background of a start, in seconds."""
 WHEEL_COMPILE_TIMEOUT_S = 7200.0
-"""Limit for each library of a wheel, whose build may be emulated or have a slow machine."""
+"""Limit for each library of a wheel, which may be built under emulation or on a slow machine."""
 _LOCK_PAUSE_S = 0.05
 _SCRATCH = "compiling-"
 PREBUILT = _HERE / "prebuilt"

@@ -33,7 +33,6 @@ from tests.worker.quantization.integer_layouts import gptq, int_quantized
 from tests.worker.quantization.layouts import Layout
 from tests.worker.quantization.quantized_checkpoints import write_quantized
 from tests.worker.runners import make_runners
-from worker_proc import model_runner
 from worker_proc.model_runner import ModelRunner
 from worker_proc.native.build import build, compiler
 from worker_proc.startup.load_runner import load_model_runner
@@ -108,15 +107,7 @@ def record(
     seeds: Sequence[int],
 ) -> None:
     """Compute every position of the texts in some schedules, always with the same bits."""
-    compute = model_runner.compute_logits
-
-    def recording(*args: Any) -> torch.Tensor:
-        logits = compute(*args)
-        recorder.record(args[2], logits)
-        return logits
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "compute_logits", recording)
+    with recorder.recording(monkeypatch):
         for seed in seeds:
             recorder.run(runner, Adapted(runner, recorder.texts, random.Random(seed), ids))
 

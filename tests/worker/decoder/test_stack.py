@@ -11,7 +11,6 @@ import torch
 from tests.worker.bitwise import Recorder, Schedule, engine_config, make_texts
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.odd_models import CONFIGS
-from worker_proc import model_runner
 from worker_proc.decoder.install import install, layer_modules, read_layers
 from worker_proc.decoder.stack import DecoderStack, replace_forwards
 from worker_proc.loading.layer_executor import Angles
@@ -53,15 +52,7 @@ def recorded(
     texts = make_texts(runner.facts.vocab_size)
     recorder = recorder or Recorder(texts)
     first_seed = len(recorder.found)
-    compute = model_runner.compute_logits
-
-    def recording(*args: Any) -> torch.Tensor:
-        logits = compute(*args)
-        recorder.record(args[2], logits)
-        return logits
-
-    with monkeypatch.context() as patch:
-        patch.setattr(model_runner, "compute_logits", recording)
+    with recorder.recording(monkeypatch):
         for seed in (first_seed, first_seed + 1):
             recorder.run(runner, Schedule(runner, texts, random.Random(seed)))
     assert len(recorder.found) == sum(map(len, texts))
