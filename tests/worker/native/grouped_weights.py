@@ -17,6 +17,7 @@ class Case(NamedTuple):
     scales: torch.dtype = torch.float16
     has_zeros: bool = False
     has_order: bool = False
+    has_minimums: bool = False
 
 
 CASES = (
@@ -30,6 +31,8 @@ CASES = (
     Case(CodeKind.INT8, (64, 256), 32, torch.bfloat16, has_order=True),
     Case(CodeKind.INT4, (70, 200), 32, torch.float32, has_zeros=True),
     Case(CodeKind.INT4, (70, 200), 32, torch.bfloat16, has_zeros=True),
+    Case(CodeKind.INT4, (96, 160), 32, has_minimums=True),
+    Case(CodeKind.INT8, (70, 96), 16),
     Case(CodeKind.NF4, (96, 192), 64, torch.float32),
     Case(CodeKind.FP4, (70, 256), 32, torch.float32),
     Case(CodeKind.NF4, (34, 300), 300),
@@ -52,6 +55,10 @@ def make_weight(case: Case, seed: int = 0) -> QuantizedWeight:
     zeros = torch.full((num_outputs, num_groups), most / 2)
     if case.has_zeros:
         zeros = torch.randint(0, most, zeros.shape, generator=generator).float()
+    minimums = None
+    if case.has_minimums:
+        zeros.zero_()
+        minimums = (scales * torch.randn(scales.shape, generator=generator)).to(case.scales).float()
     table = None
     if case.kind in (CodeKind.NF4, CodeKind.FP4):
         table = torch.tensor(NF4 if case.kind is CodeKind.NF4 else FP4)
@@ -61,4 +68,8 @@ def make_weight(case: Case, seed: int = 0) -> QuantizedWeight:
     if case.has_order:
         order = torch.randperm(num_inputs, generator=generator) // case.group_size
     rounded = scales.to(case.scales).float()
-    return QuantizedWeight(case.kind, codes, rounded, zeros, case.group_size, order, table=table)
+    return QuantizedWeight(
+        *(case.kind, codes, rounded, zeros, case.group_size, order),
+        minimums=minimums,
+        table=table,
+    )

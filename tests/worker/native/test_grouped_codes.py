@@ -1,7 +1,8 @@
 """Kernels over the codes of quantized checkpoints, against the weights that the codes stand for.
 
-In float32 both give the same bits. Rows in bfloat16 are multiplied with weights in float32, or
-with weights that are rounded to bfloat16, as the processor multiplies.
+In float32 both give the same bits. Rows in bfloat16 are multiplied with weights in float32, with
+weights that are rounded to bfloat16, or with integer codes, whose sums are then scaled, depending
+on the processor.
 """
 
 from collections.abc import Callable
@@ -23,7 +24,7 @@ from worker_proc.quantization.packing import (
     pack_codes,
     pack_for_codes,
 )
-from worker_proc.quantization.weight import CodeKind
+from worker_proc.quantization.weight import CodeKind, QuantizedWeight
 
 pytestmark = [
     pytest.mark.skipif(compiler() is None, reason="no C++ compiler"),
@@ -56,23 +57,45 @@ def test_products_in_float32_have_the_bits_of_the_dequantized_weight(
     assert codes.panels.nbytes < 0.8 * case.kind.bits * units.panels.nbytes / 8
 
 
+def are_scaled_sums(
+    found: torch.Tensor, rows: torch.Tensor, weight: QuantizedWeight, order: torch.Tensor | None
+) -> bool:
+    """Whether products are those of the exact weights, but for the rounding of sums of codes."""
+    if weight.kind not in (CodeKind.INT4, CodeKind.INT8):
+        return False
+    minimums = None if weight.minimums is None else weight.minimums.abs()
+    sizes = weight._replace(scales=weight.scales.abs(), zeros=-weight.zeros, minimums=minimums)
+    exact, most = (each.dequantize(torch.float32).double() for each in (weight, sizes))
+    if order is not None:
+        exact, most = exact[:, order], most[:, order]
+    want = rows.double() @ exact.t()
+    error = (found[:, : len(exact)].double() - want).abs()
+    bound = 2**-8 * want.abs() + 2**-20 * (rows.double().abs() @ most.t())
+    return bool((error <= bound).all())
+
+
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_products_in_bfloat16_are_those_of_the_weights_in_one_of_two_types(
+def test_products_in_bfloat16_are_those_of_one_type_for_any_number_of_rows(
     case: Case, kernels: NativeLibrary
 ) -> None:
     weight = make_weight(case)
     codes = pack_codes(weight, None, torch.bfloat16)
     dense = permuted(weight.dequantize(torch.float32), codes)
     wide, narrow = kernels.packer.pack(dense, None), kernels.packer.pack(dense.bfloat16(), None)
-    rows = torch.randn(max(NUM_ROWS), case.shape[1]).bfloat16()
-    agree: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-        "wide": lambda given: product(kernels, wide, given.float()).bfloat16(),
-        "narrow": lambda given: product(kernels, narrow, given),
+    rows = permuted(torch.randn(max(NUM_ROWS), case.shape[1]).bfloat16(), codes)
+    alone = torch.cat([product(kernels, codes, row.unsqueeze(0)) for row in rows])
+    agree: dict[str, Callable[[torch.Tensor, torch.Tensor], bool]] = {
+        "wide": lambda found, given: torch.equal(
+            found, product(kernels, wide, given.float()).bfloat16()
+        ),
+        "narrow": lambda found, given: torch.equal(found, product(kernels, narrow, given)),
+        "sums": lambda found, given: are_scaled_sums(found, given, weight, codes.order),
     }
     for num_rows in NUM_ROWS:
-        given = permuted(rows[:num_rows], codes)
+        given = rows[:num_rows]
         found = product(kernels, codes, given)
-        agree = {name: one for name, one in agree.items() if torch.equal(found, one(given))}
+        assert torch.equal(found, alone[:num_rows]), num_rows
+        agree = {name: is_like for name, is_like in agree.items() if is_like(found, given)}
         assert agree, num_rows
 
 

@@ -10,6 +10,7 @@
 
 #pragma once
 
+#include "products/placed_codes.h"
 #include "products/weights.h"
 
 namespace {
@@ -44,13 +45,28 @@ inline Vec widen_fp16(const uint16_t* p) {
 #endif
 }
 
-// Converts 8-bit integers to float32. GCC would widen them in parts.
-#ifdef __AVX512F__
+// Converts 8-bit integers to float32. GCC would widen them in parts, or one by one.
+#if defined(__AVX512F__)
 inline Vec as_floats(VecSignedCodes v) {
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)v));
 }
 inline Vec as_floats(VecCodes v) {
   return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32((__m128i)v));
+}
+#elif defined(__AVX2__)
+inline Vec as_floats(__m256i low, __m256i high) {
+  const __m256 parts[] = {_mm256_cvtepi32_ps(low), _mm256_cvtepi32_ps(high)};
+  Vec v;
+  std::memcpy(&v, parts, sizeof v);
+  return v;
+}
+inline Vec as_floats(VecSignedCodes v) {
+  const auto bytes = (__m128i)v;
+  return as_floats(_mm256_cvtepi8_epi32(bytes), _mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)));
+}
+inline Vec as_floats(VecCodes v) {
+  const auto bytes = (__m128i)v;
+  return as_floats(_mm256_cvtepu8_epi32(bytes), _mm256_cvtepu8_epi32(_mm_srli_si128(bytes, 8)));
 }
 #else
 template <class Codes>
@@ -224,6 +240,8 @@ struct GroupedCodes {
     return scale_type == kFloat32Scales ? 4 : scale_type == kMultiples ? 1 : 2;
   }
 
+  bool has_integers() const { return format == kGroupedInt4 || format == kGroupedInt8; }
+
   // The size of the codes of num_inputs inputs of one output.
   int64_t code_bytes(int64_t num_inputs) const {
     return format == kGroupedInt4 || format == kGroupedTable ? num_inputs / 2 : num_inputs;
@@ -340,8 +358,49 @@ struct GroupedPanels {
     return space;
   }
 
-  // Dequantizes a tile to float32, [inputs][kPairOutputs], without rounding to bfloat16.
+#ifndef __AVX512F__
+  // Integer codes that are multiplied by bfloat16 rows are not dequantized.
+  InputFactors input_factors() const {
+    static constexpr auto k4Bits = factors_of_places<4>([](int i) { return i; });
+    static constexpr auto k8Bits = factors_of_places<8>([](int i) { return i; });
+    constexpr int64_t kMost = 128;
+    const int64_t group = weight.group_inputs, power_of_two = group & -group;
+    if (kUnitInputs == 1 || !weight.has_integers()) return {};
+    return {weight.format == kGroupedInt4 ? k4Bits.data() : k8Bits.data(),
+            std::min(power_of_two, kMost), static_cast<float>(weight.zero),
+            weight.zeros != nullptr || weight.minimums != nullptr};
+  }
+
+  GroupFactors group_factors(int64_t pair, int half, int64_t input) const {
+    const auto [scales, offsets] = factors(pair, half, input);
+    return {scales, adds_offsets() ? offsets : offsets * -scales};
+  }
+
+  // Converts the codes of a tile at their places (placed_codes.h), [inputs][kPairOutputs].
+  template <int Bits>
+  void place_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
+    using Placed = PlacedCodes<Bits>;
+    const uint8_t* from = prefetching_codes(pair, half, unit);
+    for (int i = 0; i < kTileInputs; i += Placed::kPerWord, from += kLine)
+      for (int p = 0; p < kLanes; p += kPartLanes) {
+        const PartBits words = *reinterpret_cast<const PartBits*>(from + p * sizeof(Unit));
+        Unit* to = inputs + i * kPairOutputs + p;
+#pragma GCC unroll 8
+        for (int k = 0; k < Placed::kPerWord; k++, to += kPairOutputs)
+          put(Placed::value(words, k), to);
+      }
+  }
+#endif
+
+  // Widens a tile to float32, [inputs][kPairOutputs], without rounding to bfloat16: to weights, or to the
+  // codes at their places if the sums of groups are scaled.
   void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
+#ifndef __AVX512F__
+    if (kUnitInputs == 2 && weight.format == kGroupedInt4)
+      return place_tile<4>(pair, half, unit, inputs);
+    if (kUnitInputs == 2 && weight.format == kGroupedInt8)
+      return place_tile<8>(pair, half, unit, inputs);
+#endif
     for_pairs(pair, half, unit, [=](int64_t input, int64_t lane, Part weights, Part next) {
       Unit* const to = inputs + input * kPairOutputs + lane;
       put(weights, to);
@@ -395,17 +454,6 @@ struct GroupedPanels {
   // Whether offsets are added after the scaling.
   bool adds_offsets() const { return weight.minimums || scales_zeros(); }
 
-  // Whether each weight is code * scale + term with a single rounding. The term may be zero point *
-  // -scale if that product is exact. Products with short scales are always exact.
-  bool has_terms() const {
-    if (weight.format != kGroupedInt4 && weight.format != kGroupedInt8) return false;
-    if (adds_offsets()) return true;
-    const bool has_short_scales =
-        weight.scale_type == kBf16Scales || weight.scale_type == kFp16Scales;
-    const bool is_power_of_two = weight.zeros == nullptr && (weight.zero & (weight.zero - 1)) == 0;
-    return has_short_scales || (kRoundsOnce && is_power_of_two);
-  }
-
   // Whether groups are shorter than a tile.
   bool has_short_groups() const { return weight.group_inputs < kStepInputs; }
 
@@ -415,6 +463,16 @@ struct GroupedPanels {
   // The codes of a tile of 32 inputs.
   const uint8_t* codes(int64_t pair, int half, int64_t tile) const {
     return weight.codes + codes_at(pair, half, tile);
+  }
+
+  // The codes of the tile at a unit; prefetches those that follow.
+  const uint8_t* prefetching_codes(int64_t pair, int half, int64_t unit) const {
+    const int64_t first = unit * kUnitInputs, tile = first / kTileInputs;
+    const uint8_t* const at =
+        codes(pair, half, tile) + kLanes * weight.code_bytes(first % kTileInputs);
+    for (int64_t i = 0; i < kLanes * weight.code_bytes(kStepInputs); i += kLine)
+      __builtin_prefetch(at + kCodesAhead + i);
+    return at;
   }
 
   int64_t codes_at(int64_t pair, int half, int64_t tile) const {
@@ -430,11 +488,8 @@ struct GroupedPanels {
   // Calls store as for_pairs_of does for the tile at a unit. For float32 it is half a tile of codes.
   template <class Store>
   void for_pairs(int64_t pair, int half, int64_t unit, const Store& store) const {
-    const int64_t first = unit * kUnitInputs, tile = first / kTileInputs;
-    const uint8_t* const at =
-        codes(pair, half, tile) + kLanes * weight.code_bytes(first % kTileInputs);
-    for (int64_t i = 0; i < kLanes * weight.code_bytes(kStepInputs); i += kLine)
-      __builtin_prefetch(at + kCodesAhead + i);
+    const int64_t first = unit * kUnitInputs;
+    const uint8_t* const at = prefetching_codes(pair, half, unit);
     const int64_t span = std::min<int64_t>(weight.group_inputs, kStepInputs);
     const auto words = static_cast<int>(weight.code_bytes(span) / sizeof(Unit));
     with_codes([&](auto type) {

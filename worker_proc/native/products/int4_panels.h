@@ -5,6 +5,7 @@
 
 #pragma once
 
+#include "products/placed_codes.h"
 #include "products/value_group.h"
 #include "products/weights.h"
 
@@ -35,6 +36,9 @@ struct Int4 {
     }
   }
 };
+
+// The place in a word of an input's code, of eight successive inputs.
+constexpr int nibble_of(int input) { return input % 2 * 4 + input / 2; }
 
 // int4 weights with an offset of 8, [outputs / 32][tiles][2 panels][4 words][16 outputs]. A word has
 // four units of an output: the first values in its lower half, from the lowest bits on, and the
@@ -136,16 +140,19 @@ struct Int4Panels {
     static constexpr int64_t kTileBytes = kBytes;
 
     [[gnu::always_inline]] static Part weights(const uint8_t* line, int input, int lane) {
-      return in_place(words_at(line, lane), nibble_of(input));
+      return PlacedCodes<4>::value(words_at(line, lane), nibble_of(input));
     }
   };
 
-  // Codes are converted at their place in a word, with the offset. So their inputs are multiplied by the
-  // inverse of the place's value, and 8 times the sum of the inputs is subtracted.
-  static constexpr float kZero = 8.0f;
-  static constexpr float kInputFactors[kLanes] = {
-      0x1p0f,  0x1p-16f, 0x1p-4f, 0x1p-20f, 0x1p-8f, 0x1p-24f, 0x1p-12f, 1.0f,
-      0x1p0f,  0x1p-16f, 0x1p-4f, 0x1p-20f, 0x1p-8f, 0x1p-24f, 0x1p-12f, 1.0f};
+  static constexpr auto kInputFactors = factors_of_places<4>(nibble_of);
+
+  static constexpr InputFactors input_factors() {
+    return {kInputFactors.data(), 2 * kGroupUnits, 8.0f};
+  }
+
+  GroupFactors group_factors(int64_t pair, int half, int64_t input) const {
+    return {group_scales(pair, half, input / 2), Vec{}};
+  }
 
   // Decodes to float32, [inputs][kPairOutputs], for inputs with these factors.
   [[gnu::noinline]] void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
@@ -156,7 +163,7 @@ struct Int4Panels {
         Unit* to = inputs + word * kWordUnits * 2 * kPairOutputs + p;
 #pragma GCC unroll 8
         for (int k = 0; k < Lines::kInputs; k++, to += kPairOutputs)
-          *reinterpret_cast<PartBits*>(to) = (PartBits)in_place(words, nibble_of(k));
+          *reinterpret_cast<PartBits*>(to) = (PartBits)PlacedCodes<4>::value(words, nibble_of(k));
       }
   }
 #endif
@@ -170,18 +177,6 @@ struct Int4Panels {
   static PartBits value(PartBits words, int nibble) {
     const PartInt code = (PartInt)(words >> 4 * nibble & 0xf) - 8;
     return (PartBits)__builtin_convertvector(code, Part);
-  }
-
-  // The place in a word of an input's code.
-  static constexpr int nibble_of(int input) { return input % 2 * kWordUnits + input / 2; }
-
-  // Converts a code with its offset to float32, times 16^nibble. The last one is not multiplied: there,
-  // it would have the sign bit.
-  static Part in_place(PartBits words, int nibble) {
-    constexpr int kLast = 2 * kWordUnits - 1;
-    const PartBits code =
-        nibble == kLast ? words >> 4 * kLast : words & (PartBits{} + (0xfu << 4 * nibble));
-    return __builtin_convertvector((PartInt)code, Part);
   }
 
 #ifdef __AVX512BW__

@@ -11,6 +11,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "products/placed_codes.h"
 #include "products/row_sums.h"
 
 namespace {
@@ -29,28 +30,12 @@ int64_t block_units_of(const W& w) {
   return (num_steps + num_blocks - 1) / num_blocks * kUnitStep;
 }
 
-// How a weight reads its inputs: each one is multiplied by a factor, [kLanes], by its index modulo 16. The
-// sum of a group's products begins with the sum of the group's inputs times `zero`.
-struct InputFactors {
-  const float* factors = nullptr;  // null: all are 1
-  float zero = 0.0f;
-};
-
-template <class W, class = void>
-struct InputFactorsOf {
-  static constexpr InputFactors kValue{};
-};
-template <class W>
-struct InputFactorsOf<W, std::void_t<decltype(W::kInputFactors)>> {
-  static constexpr InputFactors kValue{W::kInputFactors, -W::kZero};
-};
-
 // Rows widened to float32, which are kept until a thread multiplies other rows.
 class FloatRows {
  public:
   struct Inputs {
     const float* floats;  // [blocks][rows][inputs of a block], the lower half of a unit first
-    const float* begins;  // the first terms of sums of groups, [blocks][rows]; null without factors
+    const float* sums;    // of groups of inputs times sum_factor(), [groups][rows]; null without factors
   };
 
   FloatRows(UnitRows rows, int64_t num_units, int64_t block_units, InputFactors factors)
@@ -70,34 +55,39 @@ class FloatRows {
     const int64_t num_rows = last_row - row;
     const int64_t num_blocks = (num_inputs_ + block_inputs_ - 1) / block_inputs_;
     const int64_t num_floats = num_blocks * num_rows * block_inputs_;
+    const int64_t num_groups = factors_.factors ? (num_inputs_ - 1) / factors_.group_inputs + 1 : 0;
     float* const to =
-        reinterpret_cast<float*>(space_for<FloatRows>(num_floats + num_blocks * num_rows));
-    float* const begins = to + num_floats;
-    inputs_ = {to, factors_.factors ? begins : nullptr};
+        reinterpret_cast<float*>(space_for<FloatRows>(num_floats + num_groups * num_rows));
+    float* const sums = to + num_floats;
+    inputs_ = {to, factors_.factors ? sums : nullptr};
     row_ = row;
     last_row_ = last_row;
     for (int64_t r = 0; r < num_rows; r++) {
       const auto* from = reinterpret_cast<const Bf16*>(rows_.data + (row + r) * rows_.stride);
-      for (int64_t block = 0; block < num_blocks; block++, from += block_inputs_) {
-        const int64_t count = std::min(block_inputs_, num_inputs_ - block * block_inputs_);
-        float* const at = to + (block * num_rows + r) * block_inputs_;
+      for (int64_t first = 0; first < num_inputs_; first += block_inputs_, from += block_inputs_) {
+        const int64_t count = std::min(block_inputs_, num_inputs_ - first);
+        float* const at = to + first * num_rows + r * block_inputs_;
         if (factors_.factors)
-          begins[block * num_rows + r] = factors_.zero * multiply(from, count, at);
+          multiply(from, count, at, sums + first / factors_.group_inputs * num_rows + r, num_rows);
         else
           for (int64_t i = 0; i < count; i += kPartLanes) save_part(part_at(from + i), at + i);
       }
     }
   }
 
-  // Multiplies inputs by the factors, and returns the sum of the inputs.
-  float multiply(const Bf16* from, int64_t count, float* to) const {
-    Part sum{};
-    for (int64_t i = 0; i < count; i += kPartLanes) {
-      const Part inputs = part_at(from + i);
-      sum += inputs;
-      save_part(inputs * part_at(factors_.factors + i % kLanes), to + i);
+  // Multiplies the inputs of a block by the factors, and sums those of each group. Successive sums are
+  // `stride` apart.
+  void multiply(const Bf16* from, int64_t count, float* to, float* sums, int64_t stride) const {
+    for (int64_t first = 0; first < count; first += factors_.group_inputs, sums += stride) {
+      const int64_t last = std::min(first + factors_.group_inputs, count);
+      Part sum{};
+      for (int64_t i = first; i < last; i += kPartLanes) {
+        const Part inputs = part_at(from + i);
+        sum += inputs;
+        save_part(inputs * part_at(factors_.factors + i % kLanes), to + i);
+      }
+      *sums = factors_.sum_factor() * sum_of_part(sum);
     }
-    return sum_of_part(sum);
   }
 
   const UnitRows rows_;
@@ -110,7 +100,7 @@ class FloatRows {
 // The rows of a weight's products.
 template <typename T, class W>
 FloatRows float_rows(const W& w, UnitRows rows) {
-  return {rows, w.num_units, block_units_of<T>(w), InputFactorsOf<W>::kValue};
+  return {rows, w.num_units, block_units_of<T>(w), input_factors_of(w)};
 }
 
 // Adds the products of one input of R rows and P Parts of weights to sums. The smaller of both sets stays
@@ -162,44 +152,78 @@ struct BlockProducts {
   const float* weights;
   int64_t num_inputs;
   const float* rows;
-  int64_t stride;       // between rows
-  const float* scales;  // of a group, for each output
-  const float* begins;  // of a group, the first terms of the sums, for each row
+  int64_t stride;  // between rows
   float* sums;
 };
 
-// Adds the products of R rows to their sums. If a block is a group, its own sums, which begin with a
-// term of each row, are first multiplied by the scales.
-template <int R, int Panels, bool kIsGroup>
-[[gnu::noinline]] void add_block(const BlockProducts& block) {
-  constexpr int P = Panels * kParts;
-  Part sums[R][P];
-  if (kIsGroup) {
-#pragma GCC unroll 32
-    for (int r = 0; r < R; r++)
-#pragma GCC unroll 32
-      for (int p = 0; p < P; p++) sums[r][p] = splat_part(block.begins[r]);
-  } else {
-    load_sums(block.sums, sums);
-  }
-  const float *weights = block.weights, *rows = block.rows;
-  const int64_t num_inputs = block.num_inputs, stride = block.stride;
+// The groups of a block whose sums are scaled (placed_codes.h).
+struct BlockGroups {
+  int64_t group_inputs;
+  const float *scales, *terms;  // [groups][outputs]; terms may be null
+  const float* input_sums;      // of the tile's rows, times sum_factor()
+  int64_t stride;               // between the input sums of groups
+};
+
+// Adds the products of `num_inputs` inputs of R rows to sums in registers.
+template <int R, int Panels>
+[[gnu::always_inline]] inline void add_inputs(const float* weights, const float* rows, int64_t stride,
+                                              int64_t num_inputs, Part (&sums)[R][Panels * kParts]) {
 #pragma GCC unroll 2
   for (int64_t i = 0; i < num_inputs; i++, weights += Panels * kLanes) {
     const auto weight = [&](int p) { return part_at(weights + p * kPartLanes); };
     add_input(rows + i, stride, weight, sums);
   }
-  if (kIsGroup) {
-    Part before[R][P];
-    load_sums(block.sums, before);
-#pragma GCC unroll 32
-    for (int p = 0; p < P; p++) {
-      const Part scale = part_at(block.scales + p * kPartLanes);
-#pragma GCC unroll 32
-      for (int r = 0; r < R; r++) sums[r][p] = multiply_add_part(sums[r][p], scale, before[r][p]);
-    }
-  }
+}
+
+// Adds the products of R rows to their sums.
+template <int R, int Panels>
+[[gnu::noinline]] void add_block(const BlockProducts& block, const BlockGroups&) {
+  Part sums[R][Panels * kParts];
+  load_sums(block.sums, sums);
+  add_inputs<R, Panels>(block.weights, block.rows, block.stride, block.num_inputs, sums);
   save_sums(sums, block.sums);
+}
+
+// Scales the sums of a group of R rows, and adds them and the terms to the sums in memory.
+template <bool kHasTerms, int R, int P>
+[[gnu::always_inline]] inline void add_scaled(const Part (&own)[R][P], const float* scales,
+                                              const float* terms, const float* input_sums,
+                                              float* sums) {
+#pragma GCC unroll 32
+  for (int p = 0; p < P; p++)
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++) {
+      float* const at = sums + r * kPairOutputs + p * kPartLanes;
+      Part sum = part_at(at);
+      if (kHasTerms)
+        sum = multiply_add_part(splat_part(input_sums[r]), part_at(terms + p * kPartLanes), sum);
+      save_part(multiply_add_part(own[r][p], part_at(scales + p * kPartLanes), sum), at);
+    }
+}
+
+// add_block for groups, whose own sums are scaled before they are added.
+template <int R, int Panels>
+[[gnu::noinline]] void add_groups(const BlockProducts& block, const BlockGroups& groups) {
+  constexpr int P = Panels * kParts;
+  const float *scales = groups.scales, *terms = groups.terms, *input_sums = groups.input_sums;
+  for (int64_t first = 0; first < block.num_inputs; first += groups.group_inputs) {
+    Part own[R][P];
+#pragma GCC unroll 32
+    for (int r = 0; r < R; r++)
+#pragma GCC unroll 32
+      for (int p = 0; p < P; p++) own[r][p] = splat_part(terms ? 0.0f : input_sums[r]);
+    add_inputs<R, Panels>(block.weights + first * Panels * kLanes, block.rows + first, block.stride,
+                          std::min(groups.group_inputs, block.num_inputs - first), own);
+    forget_loads();  // GCC would keep the sums in memory twice
+    if (terms) {
+      add_scaled<true>(own, scales, terms, input_sums, block.sums);
+      terms += Panels * kLanes;
+    } else {
+      add_scaled<false>(own, scales, terms, input_sums, block.sums);
+    }
+    scales += Panels * kLanes;
+    input_sums += groups.stride;
+  }
 }
 
 // add_block for units of a panel in bfloat16. With kKeeps, they are stored in `kept` as float32.
@@ -225,10 +249,17 @@ template <int R, bool kKeeps>
   save_sums(sums, block.sums);
 }
 
-template <int Panels, bool kIsGroup, int... Fewer>
-auto block_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
-  static constexpr decltype(&add_block<1, Panels, kIsGroup>) kAdders[] = {
-      add_block<Fewer + 1, Panels, kIsGroup>...};
+using BlockAdder = void (*)(const BlockProducts& block, const BlockGroups& groups);
+
+template <int Panels, int... Fewer>
+BlockAdder block_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
+  static constexpr BlockAdder kAdders[] = {add_block<Fewer + 1, Panels>...};
+  return kAdders[num_rows - 1];
+}
+
+template <int Panels, int... Fewer>
+BlockAdder group_adder(int64_t num_rows, std::integer_sequence<int, Fewer...>) {
+  static constexpr BlockAdder kAdders[] = {add_groups<Fewer + 1, Panels>...};
   return kAdders[num_rows - 1];
 }
 
@@ -259,7 +290,10 @@ class ManyRows {
       FloatRows own = float_rows<T>(w, rows);
       const FloatRows::Inputs inputs = (rows.floats ? *rows.floats : own).of(row, last_row);
       inputs_ = inputs.floats;
-      begins_ = inputs.begins;
+      input_sums_ = inputs.sums;
+      const InputFactors factors = input_factors_of(w);
+      groups_ = {factors.group_inputs, scales_, factors.has_terms ? terms_ : nullptr, nullptr,
+                 num_rows_};
       row_stride_ = kInputs * block_units_;
       block_stride_ = num_rows_ * row_stride_;
     }
@@ -275,8 +309,7 @@ class ManyRows {
   }
 
  private:
-  static constexpr bool kAreGroups = W::kGroupUnits > 0;  // the blocks
-  static_assert(!kAreGroups || W::kGroupUnits == kCodedBlock);
+  static constexpr bool kScalesSums = std::is_same<T, Bf16>::value && kMayScaleSums<W>;
   static constexpr int kPanels = W::kAreCodes ? 2 : 1;  // of a register tile
   static constexpr int kTileRows = kPanelRows / kPanels;
   static constexpr int64_t kInputs = sizeof(Unit) / sizeof(T);
@@ -291,9 +324,7 @@ class ManyRows {
     const int64_t count = std::min(block_units_, w_.num_units - first);
     const bool is_last = half + kPanels == 2 && first + count == w_.num_units;
     const float* const rows = inputs_ + first / block_units_ * block_stride_;
-    const float* const begins = kAreGroups ? begins_ + first / block_units_ * num_rows_ : nullptr;
-    BlockProducts block{wide_,   count * kInputs, rows, row_stride_,
-                        scales_, begins,          sums_ + half * kLanes};
+    BlockProducts block{wide_, count * kInputs, rows, row_stride_, sums_ + half * kLanes};
     WeightsAhead ahead;
     int64_t tile = 0;
     if constexpr (W::kAreCodes) {
@@ -316,9 +347,14 @@ class ManyRows {
       ahead.fetch<kL2Cache>();
       const int64_t r = first_of(tile), last_row = first_of(tile + 1);
       block.rows = rows + r * row_stride_;
-      if (kAreGroups) block.begins = begins + r;
       block.sums = sums_ + r * kPairOutputs + half * kLanes;
-      block_adder<kPanels, kAreGroups>(last_row - r, kSizes)(block);
+      BlockAdder add = block_adder<kPanels>(last_row - r, kSizes);
+      if constexpr (kScalesSums)
+        if (groups_.group_inputs > 0) {
+          add = group_adder<kPanels>(last_row - r, kSizes);
+          groups_.input_sums = input_sums_ + kInputs * first / groups_.group_inputs * num_rows_ + r;
+        }
+      add(block, groups_);
       if (is_last) pass_on(pair, r, last_row, out);
     }
   }
@@ -331,7 +367,8 @@ class ManyRows {
       out(row_ + r, pair, load(sum), load(sum + kLanes));
   }
 
-  // Decodes the units [first, first + count) of a pair to float32, [inputs][32], and their scales.
+  // Decodes the units [first, first + count) of a pair to float32, [inputs][32], and the factors of their
+  // groups.
   void decode(int64_t pair, int64_t first, int64_t count) {
     for (int half = 0; half < 2; half++) {
       Unit* at = reinterpret_cast<Unit*>(wide_) + half * kLanes;
@@ -339,8 +376,17 @@ class ManyRows {
         w_.widen_tile(pair, half, unit, at);
         at += kUnitStep * kInputs * kPairOutputs;
       }
-      if constexpr (kAreGroups)
-        save(w_.group_scales(pair, half, first), scales_ + half * kLanes, kLanes);
+      if constexpr (kScalesSums) decode_factors(pair, half, kInputs * first, kInputs * count);
+    }
+  }
+
+  void decode_factors(int64_t pair, int half, int64_t first, int64_t count) {
+    if (groups_.group_inputs == 0) return;
+    int64_t to = half * kLanes;
+    for (int64_t i = 0; i < count; i += groups_.group_inputs, to += kPairOutputs) {
+      const GroupFactors factors = w_.group_factors(pair, half, first + i);
+      save(factors.scales, scales_ + to, kLanes);
+      save(factors.terms, terms_ + to, kLanes);
     }
   }
 
@@ -361,10 +407,12 @@ class ManyRows {
   const W& w_;
   const int64_t row_, num_rows_, block_units_, num_tiles_;
   float* const sums_;
-  const float *inputs_, *begins_ = nullptr;
+  const float *inputs_, *input_sums_ = nullptr;
+  BlockGroups groups_{};  // without group_inputs, no sums are scaled
   int64_t row_stride_, block_stride_;
   alignas(64) float wide_[W::kAreCodes ? kCodedBlock * kInputs * kPairOutputs : kMaxBlockFloats];
-  float scales_[kPairOutputs];
+  static constexpr int64_t kMaxGroups = kScalesSums ? kCodedBlock * kInputs / 16 : 1;  // of a block
+  float scales_[kMaxGroups * kPairOutputs], terms_[kMaxGroups * kPairOutputs];
 };
 
 // Multiplies the rows [row, last_row) by the pairs [pair, last_pair), with the bits of
