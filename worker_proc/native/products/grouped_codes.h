@@ -6,6 +6,7 @@
 //   fp8 e4m3 codes: number * scale;
 //   table indices:  entry * scale, in a lookup table of 16 entries.
 // Kernels for bfloat16 pairs round it again, to bfloat16 (tile); the others use float32 (widen_tile).
+// Without AVX-512, integer codes are multiplied by bfloat16 rows as they are (placed_codes.h).
 // Scales and minimums of GGUF's K formats are int8 multiples of a unit that a section of groups shares.
 
 #pragma once
@@ -376,31 +377,18 @@ struct GroupedPanels {
     return {scales, adds_offsets() ? offsets : offsets * -scales};
   }
 
-  // Converts the codes of a tile at their places (placed_codes.h), [inputs][kPairOutputs].
-  template <int Bits>
-  void place_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
-    using Placed = PlacedCodes<Bits>;
-    const uint8_t* from = prefetching_codes(pair, half, unit);
-    for (int i = 0; i < kTileInputs; i += Placed::kPerWord, from += kLine)
-      for (int p = 0; p < kLanes; p += kPartLanes) {
-        const PartBits words = *reinterpret_cast<const PartBits*>(from + p * sizeof(Unit));
-        Unit* to = inputs + i * kPairOutputs + p;
-#pragma GCC unroll 8
-        for (int k = 0; k < Placed::kPerWord; k++, to += kPairOutputs)
-          put(Placed::value(words, k), to);
-      }
-  }
-#endif
-
-  // Widens a tile to float32, [inputs][kPairOutputs], without rounding to bfloat16: to weights, or to the
-  // codes at their places if the sums of groups are scaled.
-  void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
-#ifndef __AVX512F__
+  // Decodes a tile to float32, [inputs][kPairOutputs], for inputs with these factors.
+  void decode_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     if (kUnitInputs == 2 && weight.format == kGroupedInt4)
       return place_tile<4>(pair, half, unit, inputs);
     if (kUnitInputs == 2 && weight.format == kGroupedInt8)
       return place_tile<8>(pair, half, unit, inputs);
+    widen_tile(pair, half, unit, inputs);
+  }
 #endif
+
+  // Dequantizes a tile to float32, [inputs][kPairOutputs], without rounding to bfloat16.
+  void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     for_pairs(pair, half, unit, [=](int64_t input, int64_t lane, Part weights, Part next) {
       Unit* const to = inputs + input * kPairOutputs + lane;
       put(weights, to);
@@ -464,6 +452,23 @@ struct GroupedPanels {
   const uint8_t* codes(int64_t pair, int half, int64_t tile) const {
     return weight.codes + codes_at(pair, half, tile);
   }
+
+#ifndef __AVX512F__
+  // decode_tile for integers of `Bits` bits, at their places in words.
+  template <int Bits>
+  void place_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
+    using Placed = PlacedCodes<Bits>;
+    const uint8_t* from = prefetching_codes(pair, half, unit);
+    for (int i = 0; i < kTileInputs; i += Placed::kPerWord, from += kLine)
+      for (int p = 0; p < kLanes; p += kPartLanes) {
+        const PartBits words = *reinterpret_cast<const PartBits*>(from + p * sizeof(Unit));
+        Unit* to = inputs + i * kPairOutputs + p;
+#pragma GCC unroll 8
+        for (int k = 0; k < Placed::kPerWord; k++, to += kPairOutputs)
+          put(Placed::value(words, k), to);
+      }
+  }
+#endif
 
   // The codes of the tile at a unit; prefetches those that follow.
   const uint8_t* prefetching_codes(int64_t pair, int half, int64_t unit) const {

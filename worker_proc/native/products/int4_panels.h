@@ -38,7 +38,7 @@ struct Int4 {
 };
 
 // The place in a word of an input's code, of eight successive inputs.
-constexpr int nibble_of(int input) { return input % 2 * 4 + input / 2; }
+constexpr int nibble_of(int64_t input) { return static_cast<int>(input % 2 * 4 + input / 2); }
 
 // int4 weights with an offset of 8, [outputs / 32][tiles][2 panels][4 words][16 outputs]. A word has
 // four units of an output: the first values in its lower half, from the lowest bits on, and the
@@ -93,7 +93,7 @@ struct Int4Panels {
     for (int64_t i = 0; i < 2 * num_units; i++) {
       const int64_t unit = i / 2, word = unit % kUnitStep / kWordUnits;
       uint8_t* const at = to + tile_at(pair, half, unit) + (word * kLanes + lane) * sizeof(Unit);
-      const int64_t nibble = i % 2 * kWordUnits + unit % kWordUnits;
+      const int64_t nibble = nibble_of(i % (2 * kWordUnits));
       at[nibble / 2] |= (output[i] + kZero) << nibble % 2 * 4;
     }
   }
@@ -155,7 +155,7 @@ struct Int4Panels {
   }
 
   // Decodes to float32, [inputs][kPairOutputs], for inputs with these factors.
-  [[gnu::noinline]] void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
+  [[gnu::noinline]] void decode_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     const uint8_t* const lines = codes + tile_at(pair, half, unit);
     for (int word = 0; word < kUnitStep / kWordUnits; word++)
       for (int p = 0; p < kLanes; p += kPartLanes) {

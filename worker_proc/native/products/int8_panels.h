@@ -202,7 +202,7 @@ struct Int8Panels {
   };
 
   // Decodes to float32, [inputs][kPairOutputs], without the scales.
-  void widen_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
+  void decode_tile(int64_t pair, int half, int64_t unit, Unit* inputs) const {
     Int8Tile::widen(prefetching_tile(pair, half, unit), reinterpret_cast<float*>(inputs));
   }
 #endif

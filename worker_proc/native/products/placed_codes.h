@@ -1,11 +1,11 @@
 // Integer codes that are multiplied at their places in a word, on processors without AVX-512.
 //
-// A code is converted to float32 with a mask alone, as if the other bits of the word were 0: without a
-// shift, it is 2^(place of its lowest bit) times the code. Its input is multiplied by the inverse
-// beforehand, once for all outputs, so each product is that of the code. Then the sums of groups of
-// inputs are scaled:
-//   (sum of codes - zero * sum of inputs) * scale            if all codes have the same zero point;
-//   sum of codes * scale + term * sum of inputs              otherwise; the term is -zero * scale, or a minimum.
+// A word has several codes. A mask selects one of them, and without a shift its bits have the value of
+// the code times a power of two. The input is multiplied by the inverse of that power beforehand, once
+// for all outputs, so each product is that of the code. Sums of a group of inputs are scaled once:
+//   (sum of products - zero · sum of inputs) · scale      if all codes have the same zero point;
+//   sum of products · scale + term · sum of inputs        otherwise: the term is -zero · scale, or a
+//                                                         minimum.
 
 #pragma once
 

@@ -373,7 +373,7 @@ class ManyRows {
     for (int half = 0; half < 2; half++) {
       Unit* at = reinterpret_cast<Unit*>(wide_) + half * kLanes;
       for (int64_t unit = first; unit < first + count; unit += kUnitStep) {
-        w_.widen_tile(pair, half, unit, at);
+        w_.decode_tile(pair, half, unit, at);
         at += kUnitStep * kInputs * kPairOutputs;
       }
       if constexpr (kScalesSums) decode_factors(pair, half, kInputs * first, kInputs * count);
