@@ -11,10 +11,12 @@ from tests.paths import ROOT
 
 VARIANTS = {
     "core/test_stateful.py": {
-        "test_any_sequence_of_events_keeps_every_promise": "1 2 3 4",  # .ci/run runs them, too
+        # .ci/run runs these seeds, too.
+        "test_any_sequence_of_events_keeps_every_promise": "1 2 3 4",
     },
     "scripts/test_bench.py": {
-        "test_prefill_compares_roles_of_replicas_at_the_same_rates": "",  # as test_routing_… does
+        # test_routing_compares_policies_on_the_same_conversations starts engines, too.
+        "test_prefill_compares_roles_of_replicas_at_the_same_rates": "",
         "test_startup_measures_each_start": "",
         "test_growth_measures_each_point_and_leaves_out_what_does_not_fit": "",
     },
@@ -54,7 +56,7 @@ VARIANTS = {
         "test_other_servers_are_measured_by_the_same_client": "",
     },
     "system/models/test_demo.py": {
-        "test_official_client_against_the_real_engine": "",  # tests/clients runs the same client
+        "test_official_client_against_the_real_engine": "",  # tests/clients runs the same client.
         "test_many_clients_share_the_engine": "",
         "test_prefix_cache_is_seen_in_usage": "",
         "test_stream_continues_after_kill_9": "core worker",
@@ -74,7 +76,7 @@ VARIANTS = {
         "test_an_engine_is_closed_within_a_running_loop": "",
     },
     "system/startup/test_ending.py": {
-        # As test_running_request_is_finished_before_the_end.
+        # test_running_request_is_finished_before_the_end has the same end.
         "test_an_embedded_engine_finishes_although_a_process_is_killed": "worker",
     },
     "system/recovery/test_hangs.py": {
@@ -88,7 +90,7 @@ VARIANTS = {
         "test_seed_decides_alone": "float32 bfloat16-w4a16 bfloat16",
     },
     "system/api/test_api_processes.py": {
-        "test_both_accept_from_a_unix_socket": "",  # as from a port; test_first_hour.py uses one
+        "test_both_accept_from_a_unix_socket": "",  # test_first_hour.py uses a Unix socket.
     },
     "system/api/test_latency.py": {
         "test_tokenizing_a_megabyte_does_not_stall_other_streams": "",
@@ -97,7 +99,7 @@ VARIANTS = {
         "test_streams_under_memory_pressure_survive_kill_9": "recompute fair shortest priority",
     },
     "system/offload/test_offload.py": {
-        "test_a_request_that_is_moved_brings_its_blocks": "",  # as between machines
+        "test_a_request_that_is_moved_brings_its_blocks": "",  # test_remote_blocks.py moves one.
     },
     "system/api/test_overload.py": {
         "test_past_every_bound_429_and_nothing_accepted_is_lost": "flags1 flags2 flags3",
@@ -110,7 +112,7 @@ VARIANTS = {
     },
     "system/recovery/test_quarantine.py": {
         "test_only_the_poison_request_is_refused_and_all_others_are_exact": (
-            "exc@*-1 hold:30000@*-1"  # test_hangs.py kills processes that hang
+            "exc@*-1 hold:30000@*-1"  # test_hangs.py kills processes that hang.
         ),
     },
     "system/offload/test_remote_blocks.py": {
@@ -119,7 +121,8 @@ VARIANTS = {
         "test_kill_9_of_the_reader_amid_a_load_continues_exactly": "core",
     },
     "system/machines/test_replicas.py": {
-        "test_requests_are_spread_evenly": "least_tokens round_robin",  # test_routing covers all
+        # tests/protocol has the policies alone.
+        "test_requests_are_spread_evenly": "least_tokens round_robin",
         "test_streams_continue_while_a_replica_is_replaced": "restart_core",
     },
     "system/recovery/test_restart.py": {
@@ -168,7 +171,7 @@ VARIANTS = {
     "system/api/test_tool_calls.py": {
         "test_official_client": "",
         "test_official_client_of_responses": "",
-        # As in test_messages.py, whose calls the grammar makes of the null model's tokens, too.
+        # The calls in test_messages.py are made by a grammar of the null model's tokens, too.
         "test_required_calls_are_generated_and_survive_the_death_of_worker_and_core": "",
     },
     "worker/adapters/test_adapters.py": {
@@ -198,14 +201,15 @@ VARIANTS = {
             "phi3-bfloat16-fp8 granite-bfloat16-int8 llama-float32-int8"
         ),
         "test_kernels_that_compute_something_else_are_refused": "float32-int8 bfloat16-fp8",
-        "test_tokens_are_equal_however_they_are_scheduled": "fp8_e4m3",  # the test above has it
+        # The test above has this type.
+        "test_tokens_are_equal_however_they_are_scheduled": "fp8_e4m3",
     },
     "worker/parallel/test_divided_adapters.py": {
         "test_ranks_use_their_parts_of_adapters": "phi3-targets1-2-auto",
         "test_stages_use_the_matrices_of_their_layers": "gpt2-targets1-2-1",
     },
     "worker/parallel/test_divided_drafts.py": {
-        "test_stages_verify_drafts": "2-1",  # as stages do whose layers have states
+        "test_stages_verify_drafts": "2-1",  # test_divided_states.py verifies drafts.
         # test_all_ranks_verify_the_drafts_of_one has drafts of a model.
         "test_ranks_verify_drafts": "",
     },
@@ -229,13 +233,15 @@ VARIANTS = {
         "test_equals_full_sort_reference": "256-16384-1.0 512-16384-0.02",
     },
     "worker/cuda/test_flashinfer_attention.py": {
-        "test_a_model_is_planned_once_for_layers_that_are_alike": "",  # steps are tested alone
+        # The next test has single steps.
+        "test_a_model_is_planned_once_for_layers_that_are_alike": "",
         "test_a_step_equals_that_of_the_engines_kernels": (
             "None-None-True 5-2.0-False None-None-False"
         ),
     },
     "worker/cuda/test_run_ahead.py": {
-        "test_tokens_are_those_of_the_host": "True False",  # as those of preempted requests
+        # test_requests_that_are_preempted_continue_exactly compares tokens, too.
+        "test_tokens_are_those_of_the_host": "True False",
     },
     "worker/gguf/test_gguf.py": {
         "test_tokens_are_those_of_the_dequantized_weights": "llama_tied phi3",
@@ -269,9 +275,9 @@ VARIANTS = {
             "sdpa-gpt_oss native-gemma4_shared native-gemma3_vision native-deepseek_v2 native-glm4 "
             "sdpa-bloom native-falcon_new native-phi3 native-olmo2 native-granite native-gpt_neo "
             "native-qwen3 sdpa-qwen3_next native-mistral_window "
-            "native-gemma2 "  # test_stages_compute_the_tokens_of_the_whole_model has one
-            "native-qwen3_next native-lfm2 "  # test_few_state_blocks_… has the same outputs
-            "native-gemma3 native-qwen3_moe"  # gpt_oss has windows and experts, too
+            "native-gemma2 "  # test_stages_compute_the_tokens_of_the_whole_model has it.
+            "native-qwen3_next native-lfm2 "  # test_few_state_blocks_… has the same outputs.
+            "native-gemma3 native-qwen3_moe"  # gpt_oss has windows and experts, too.
         ),
     },
     "worker/loading/test_proofs.py": {
