@@ -7,7 +7,7 @@ from api_proc.errors import invalid
 from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
 from protocol.api_core import ErrorCode
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams, ThinkingBudget
 
 MAX_WORD_TOKENS = 1024

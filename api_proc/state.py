@@ -32,9 +32,9 @@ from protocol.api_core import EngineState, EngineStats, ErrorCode, RequestError
 from protocol.client import AsyncEngineClient, ReplicatedClient
 from protocol.client.errors import RequestFailed
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
 from protocol.fairness.shares import has_share, largest_share
 from protocol.lifecycle import HEALTH_HOLDS_S, Health
+from protocol.model_facts import ModelFacts
 
 DEGRADED = "degraded"
 STATUS_FRESH_S = 5.0

@@ -69,7 +69,6 @@ from protocol.core_worker import (
     GrammarCompiled,
     LoadAdapter,
     LoadBlocks,
-    ModelFacts,
     ModelRunnerOutput,
     RankAnswer,
     SchedulerOutput,
@@ -78,6 +77,7 @@ from protocol.core_worker import (
 )
 from protocol.kv_events import KVEvent
 from protocol.message import MAX_TEXT
+from protocol.model_facts import ModelFacts
 from protocol.process.machines import blocks_address
 from protocol.process.progress_page import MarkEdits
 from protocol.shared_params import SharedParams

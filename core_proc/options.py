@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from protocol.config import DEFAULT_MAMBA_BLOCK_SIZE, EngineConfig
-from protocol.core_worker import KVGroup, ModelFacts
+from protocol.model_facts import KVGroup, ModelFacts
 
 VICTIM_CHOICES = ("policy", "cheapest")
 

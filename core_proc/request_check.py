@@ -8,9 +8,9 @@ from core_proc.scheduler import Scheduler
 from protocol.adapters import Adapter
 from protocol.api_core import AddRequest, ErrorCode, RequestError
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
 from protocol.fairness.account import Account
 from protocol.fairness.shares import has_share
+from protocol.model_facts import ModelFacts
 from protocol.request_validation import validate_request
 
 NO_LORA = "the engine was started without enable_lora"

@@ -11,13 +11,7 @@ import msgspec
 from msgspec import Meta
 
 from protocol.adapters import Adapter
-from protocol.core_worker import (
-    BlocksAddress,
-    ModelFacts,
-    PackedVector,
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from protocol.core_worker import BlocksAddress, PackedVector, PromptLogprobs, TokenLogprobs
 from protocol.kv_events import KVEventBatch, KVEventsRefused, SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import (
     Decoder,
@@ -33,6 +27,7 @@ from protocol.message import (
     pack_token_ids,
     unpack_token_ids,
 )
+from protocol.model_facts import ModelFacts
 from protocol.sampling import (
     CacheSalt,
     FinishReason,

@@ -1,8 +1,8 @@
 """Checks of a request that depend on the model: lengths, ids, and what the model can serve."""
 
 from protocol.api_core import AddRequest, ErrorCode, RequestError
-from protocol.core_worker import ModelFacts
 from protocol.message import has_ids_from, unpack_token_ids
+from protocol.model_facts import ModelFacts
 from protocol.sampling import MAX_REPEATED_TOKENS, RepetitionDetection, SamplingParams
 
 

@@ -27,8 +27,8 @@ from protocol.api_core import (
 from protocol.client.errors import failure_of
 from protocol.client.ledger import Ledger, OpenLimits, RequestOptions, check_request
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEvent
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason, SamplingParams
 from worker_proc.adapters.service import carry_out
 from worker_proc.grammar.compiler import compile_now

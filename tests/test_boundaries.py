@@ -64,7 +64,8 @@ STATE_MACHINES = {
         *("null/blocks", "null/model", "null/runner", "null/states"),
     ],
     "protocol": [
-        *("api_core", "core_worker", "kv_events", "message", "request_validation", "sampling"),
+        *("api_core", "core_worker", "kv_events", "message", "model_facts"),
+        *("request_validation", "sampling"),
         *("client/controls", "client/known_engine", "client/ledger"),
         *(
             "config/engine_config",

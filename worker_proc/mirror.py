@@ -8,14 +8,9 @@ from array import array
 from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 
-from protocol.core_worker import (
-    NULL_BLOCK,
-    BlockCopies,
-    ModelFacts,
-    NewRequestData,
-    SchedulerOutput,
-)
+from protocol.core_worker import NULL_BLOCK, BlockCopies, NewRequestData, SchedulerOutput
 from protocol.message import unpack_token_ids
+from protocol.model_facts import ModelFacts
 from worker_proc.drafting.draft_states import DraftStates, state_after
 from worker_proc.errors import MirrorError
 from worker_proc.kv.step_bounds import StepBounds

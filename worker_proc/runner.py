@@ -3,7 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
+from protocol.model_facts import ModelFacts
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.offload.drafts import DraftBlocks

@@ -17,7 +17,7 @@ from api_proc.openai.chat import CHAT
 from api_proc.openai.token_routes import MAX_TOKENS
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Prompt
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 _TEMPLATE_ERROR = "chat_template_error"
 

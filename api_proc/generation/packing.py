@@ -4,7 +4,7 @@ import time
 
 from api_proc.http.json_body import Turn
 from protocol.client.packed_prompt import PromptIds, PromptPacking
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 _SLICE_S = 0.002
 

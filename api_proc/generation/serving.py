@@ -31,8 +31,8 @@ from api_proc.text.thinking import thinking_budget
 from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
 from protocol.client.packed_prompt import PromptIds
-from protocol.core_worker import ModelFacts
 from protocol.message import TokenIds
+from protocol.model_facts import ModelFacts
 from protocol.process.failpoints import failpoint
 from protocol.request_validation import generation_error
 from protocol.sampling import Grammar, SamplingParams

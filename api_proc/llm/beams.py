@@ -16,7 +16,7 @@ from api_proc.text.beam_search import MAX_BEAM_WIDTH, Beam, BeamSearchOptions
 from api_proc.text.output_sequence import Prompt
 from api_proc.text.tokenizer import TextTokenizer
 from protocol import sampling
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 
 class BeamSearchParams(msgspec.Struct):

@@ -10,8 +10,8 @@ from protocol.client.errors import failure_of
 from protocol.client.ledger import RequestOptions
 from protocol.client.request_stream import RequestStream
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
+from protocol.model_facts import ModelFacts
 from protocol.process.launch import EngineProcesses, EngineStartError
 from protocol.process.machines import client_keys, own_model_files
 from protocol.sampling import SamplingParams

@@ -15,7 +15,7 @@ from api_proc.text.checkpoint import SamplingDefaults
 from api_proc.text.tokenizer import TextTokenizer
 from protocol import sampling
 from protocol.config.field_errors import read_field_error
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 
 class RequestOutputKind(enum.Enum):

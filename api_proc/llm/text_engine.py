@@ -39,8 +39,8 @@ from protocol.client.errors import Overloaded, RequestFailed, failure_of
 from protocol.client.ledger import check_request
 from protocol.client.request_stream import RequestStream
 from protocol.config import EngineConfig, ModelConfig
-from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
+from protocol.model_facts import ModelFacts
 
 Result = TypeVar("Result")
 

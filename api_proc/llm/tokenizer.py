@@ -6,7 +6,7 @@ from typing import Any
 from api_proc.llm.prompts import Message, tokenized_chat
 from api_proc.text.processor import TextProcessor
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 _MAX_TOKENS = 2**24
 """Longest text, in tokens; it may exceed the model's context."""

@@ -22,7 +22,7 @@ from api_proc.metrics.names import metric_name
 from api_proc.metrics.process_metrics import API_COUNTERS, REASONS, Metrics
 from protocol.api_core import EngineStats
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 _Family = type[GaugeMetricFamily] | type[CounterMetricFamily]
 

@@ -22,7 +22,7 @@ from api_proc.params import truncated_length
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import MAX_GRAMMAR_CHARS, FinishReason, SamplingParams
 
 

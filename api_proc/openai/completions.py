@@ -24,7 +24,8 @@ from api_proc.state import ApiState
 from api_proc.text.output_sequence import Delta, OutputSequence, Prompt
 from api_proc.text.processor import too_long
 from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
-from protocol.core_worker import ModelFacts, TokenLogprobs
+from protocol.core_worker import TokenLogprobs
+from protocol.model_facts import ModelFacts
 
 MAX_SEQUENCES = 2048
 """Maximum number of prompts multiplied by n in one request."""

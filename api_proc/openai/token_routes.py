@@ -15,7 +15,7 @@ from api_proc.openai.logprobs import token_text
 from api_proc.state import ApiState
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.api_core import ErrorCode
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 MAX_TOKENS = 2**20
 """Maximum number of tokens in a text if the model's context is shorter."""

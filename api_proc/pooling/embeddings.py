@@ -29,8 +29,8 @@ from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.processor import too_long
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
+from protocol.model_facts import ModelFacts
 from protocol.sampling import MAX_EMBEDDING_SIZE, Pooling, PoolingType
 
 MAX_RESPONSE_BYTES = 2**25

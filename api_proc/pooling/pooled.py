@@ -22,8 +22,8 @@ from protocol.adapters import Adapter
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
 from protocol.client.errors import RequestFailed, failure_of
 from protocol.client.request_stream import RequestStream
-from protocol.core_worker import ModelFacts
 from protocol.message import Tenant
+from protocol.model_facts import ModelFacts
 from protocol.sampling import CacheSalt, FinishReason, Pooling, Priority, pooling_params
 
 AT_ONCE = 32

@@ -31,8 +31,8 @@ from api_proc.state import ApiState
 from api_proc.text.embedding_config import embedding_config
 from api_proc.text.label_config import label_config
 from api_proc.text.tokenizer import EncodeOptions
-from protocol.core_worker import ModelFacts
 from protocol.message import unpack_floats
+from protocol.model_facts import ModelFacts
 from protocol.sampling import Pooling
 
 _BYTES_PER_SCORE = 96

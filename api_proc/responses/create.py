@@ -18,7 +18,7 @@ from api_proc.responses.reply import ResponseReply
 from api_proc.state import ApiState
 from api_proc.text.output_sequence import Prompt
 from protocol.api_core import ErrorCode
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 
 async def _tokenize(state: ApiState, body: ResponsesChat, facts: ModelFacts) -> list[Prompt]:

@@ -23,8 +23,9 @@ from core_proc.kv.tables import Tables, first_seen, live_blocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from protocol import kv_events
-from protocol.core_worker import NULL_BLOCK, KVGroup
+from protocol.core_worker import NULL_BLOCK
 from protocol.kv_events import KVEvent
+from protocol.model_facts import KVGroup
 
 log = logging.getLogger("troika.core")
 

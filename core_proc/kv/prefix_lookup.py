@@ -10,7 +10,8 @@ from core_proc.kv.event_recorder import group_key
 from core_proc.kv.state_blocks import StateBlocks
 from core_proc.kv.tables import Tables, first_seen
 from core_proc.request import Request
-from protocol.core_worker import NULL_BLOCK, KVGroup
+from protocol.core_worker import NULL_BLOCK
+from protocol.model_facts import KVGroup
 
 
 class PrefixLookup:

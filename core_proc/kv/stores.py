@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from core_proc.kv.offload import Index, Offload
 from protocol.config import EngineConfig, ParallelConfig
-from protocol.core_worker import OF_STAGES, ModelFacts
+from protocol.model_facts import OF_STAGES, ModelFacts
 from protocol.process.machines import blocks_address
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import check_private, index_path, tiers

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.core_worker import OF_STAGES, ModelFacts, WorkerHello
+from protocol.core_worker import WorkerHello
+from protocol.model_facts import OF_STAGES, ModelFacts
 
 _EPOCH_LIMIT = 2**31
 """Half of what headers have room for, so that the epoch of the link can always rise from here."""

@@ -44,9 +44,9 @@ from protocol.client.open_requests import OpenRequests, Receiver
 from protocol.client.options import ClientOptions, SharedByReplicas
 from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream, vector_of
-from protocol.core_worker import ModelFacts
 from protocol.kv_events import KVEventBatch, SubscribeKVEvents
 from protocol.message import Message, ProtocolError, encode
+from protocol.model_facts import ModelFacts
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.shared_params import SharedParams
 from protocol.transport.curve import ClientKeys

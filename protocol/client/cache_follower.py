@@ -9,8 +9,8 @@ import logging
 from protocol.client.errors import RequestFailed
 from protocol.client.prefix_index import PrefixIndex, name_of
 from protocol.client.replica import Replica
-from protocol.core_worker import KVGroup
 from protocol.kv_events import AllBlocksCleared, BlocksStored, KVEvent
+from protocol.model_facts import KVGroup
 
 _PAUSE_S = 1.0
 _EVENTS_AT_ONCE = 64

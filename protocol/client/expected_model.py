@@ -9,7 +9,7 @@ model.
 from collections.abc import Iterable
 
 from protocol.config.addresses import is_remote
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.process.model_files import ModelFiles
 
 _UNKNOWN = ModelFiles()

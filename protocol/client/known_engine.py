@@ -10,8 +10,8 @@ import logging
 from protocol.api_core import EngineState, ErrorCode, PauseMode, RequestError, Status
 from protocol.client.errors import failure_of
 from protocol.client.expected_model import ExpectedModel
-from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
+from protocol.model_facts import ModelFacts
 from protocol.process.machines import blocks_address_seen_at
 
 _SERVING = (EngineState.READY, EngineState.DRAINING)

@@ -39,8 +39,9 @@ from protocol.api_core import (
 from protocol.client.errors import failure_of
 from protocol.client.packed_prompt import PackedPrompt, PromptIds
 from protocol.config.request_errors import request_error
-from protocol.core_worker import ModelFacts, PromptLogprobs
+from protocol.core_worker import PromptLogprobs
 from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pack_token_ids
+from protocol.model_facts import ModelFacts
 from protocol.request_validation import validate_request
 from protocol.sampling import SamplingParams
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from protocol.api_core import PACKED_FROM_TOKENS
 from protocol.client.errors import failure_of
-from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TOKEN_IDS, has_ids_from, pack_token_ids
+from protocol.model_facts import ModelFacts
 from protocol.request_validation import outside_vocabulary
 
 _SLICE_IDS = 2**15

@@ -16,7 +16,7 @@ from protocol.client.replica import Replica
 from protocol.client.replica_set import ReplicaSet
 from protocol.client.routing import Candidate, Router
 from protocol.config import RoutingPolicy
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.request_validation import validate_request
 
 

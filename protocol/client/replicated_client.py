@@ -60,8 +60,8 @@ from protocol.client.replica import TICK_S, Replica
 from protocol.client.replica_set import NO_CORE, ReplicaSet
 from protocol.client.request_stream import RequestStream, vector_of
 from protocol.config import RoutingPolicy
-from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TEXT
+from protocol.model_facts import ModelFacts
 from protocol.process.model_files import ModelFiles
 from protocol.sampling import Pooling, SamplingParams, pooling_params
 from protocol.transport.channel import check_address

@@ -19,7 +19,7 @@ from protocol.client.loop_thread import LoopThread
 from protocol.client.options import ReplicatedOptions
 from protocol.client.replicated_client import ReplicatedClient
 from protocol.client.request_stream import RequestStream, merge
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import Pooling, SamplingParams
 from protocol.transport.curve import ClientKeys
 

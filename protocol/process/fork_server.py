@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from protocol.config import EngineConfig
 from protocol.message import ProtocolError
 from protocol.process.child_handle import Child, ChildHandle
-from protocol.zygote_link import (
+from protocol.process.zygote_link import (
     Forked,
     ForkWorker,
     FromZygote,

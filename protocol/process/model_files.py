@@ -12,7 +12,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 
 NULL_MODEL = "null"
 _WHOLE_BYTES = 2**20

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from protocol.client import EngineClient
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from scripts.bench.client import BenchError
 from scripts.testing import Engine, EngineFactory
 

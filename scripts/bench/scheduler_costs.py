@@ -20,8 +20,9 @@ from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from protocol.api_core import AddRequest, PauseMode, decode_from_client
 from protocol.config.settings import configure
-from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput
+from protocol.core_worker import ModelRunnerOutput
 from protocol.message import encode
+from protocol.model_facts import KVGroup, ModelFacts
 from protocol.process import gc_tuning
 from protocol.process.progress_page import ProgressPage
 from protocol.sampling import SamplingParams

@@ -15,8 +15,8 @@ from protocol.lifecycle import Fatal, Progress, Ready, Role
 from protocol.message import ProtocolError
 from protocol.process.child_handle import ChildHandle
 from protocol.process.fork_server import ForkServer
+from protocol.process.zygote_link import Forked, ForkFailed
 from protocol.transport.runtime import Poller
-from protocol.zygote_link import Forked, ForkFailed
 from scripts.supervisor.actions import Slot
 
 log = logging.getLogger("troika.supervisor")

@@ -36,7 +36,8 @@ from protocol.client.open_requests import Receiver
 from protocol.client.packed_prompt import PromptIds
 from protocol.client.request_stream import RequestStream
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.core_worker import PromptLogprobs, TokenLogprobs
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason, SamplingParams
 
 EOS_ID = 2

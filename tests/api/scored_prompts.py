@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason, PoolingType
 from tests.api.fake_engine import FACTS, ids_of
 

@@ -12,7 +12,7 @@ from api_proc.anthropic.reply import INVALID_JSON
 from api_proc.app import start_sessions
 from protocol.api_core import AddRequest
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import GrammarKind
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer, emitting, ids_of, repeating

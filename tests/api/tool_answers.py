@@ -2,7 +2,7 @@
 
 from api_proc.text.tokenizer import FIRST_BYTE_ID
 from protocol.api_core import AddRequest
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.api.fake_engine import EOS_ID
 
 FACTS = ModelFacts("null", 1000, 1_000_000, 16, 70_000, [EOS_ID])

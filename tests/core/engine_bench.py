@@ -5,7 +5,8 @@ from collections.abc import Iterator
 from core_proc.engine import EngineCore
 from protocol.api_core import AddRequest, RequestOutput, StepOutputs
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 
 FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])

@@ -10,7 +10,7 @@ from typing import Any
 
 from core_proc.options import SchedulerOptions
 from core_proc.policy import POLICIES
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from protocol.sampling import FinishReason, SamplingParams
 from tests.core.harness import EOS
 

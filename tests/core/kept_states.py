@@ -1,6 +1,6 @@
 """Schedulers whose store keeps states of recurrent layers, and a store that is filled."""
 
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from tests.core.fake_store import FakeStore
 from tests.core.state_bench import FULL, STATES, WINDOW
 from tests.core.store_bench import BLOCK, Bench

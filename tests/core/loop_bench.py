@@ -24,7 +24,6 @@ from protocol.api_core import (
 from protocol.core_worker import (
     Adopt,
     CoreToWorker,
-    ModelFacts,
     ModelRunnerOutput,
     SchedulerOutput,
     Sleep,
@@ -33,6 +32,7 @@ from protocol.core_worker import (
 from protocol.core_worker import decode_from_core as decode_step
 from protocol.lifecycle import Role, Suspect
 from protocol.message import Message, encode
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from protocol.transport.channel import DealerChannel, HighWaterMark, LinkEvent
 from protocol.transport.frame_sequence import Flag

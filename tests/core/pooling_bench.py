@@ -7,7 +7,7 @@ import msgspec
 from core_proc.engine import EngineCore
 from protocol.api_core import AddRequest, ErrorCode, Refused, RequestOutput, StepOutputs
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason, SamplingParams
 from worker_proc.null.runner import NullRunner
 

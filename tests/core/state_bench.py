@@ -7,7 +7,8 @@ block that another one uses in the same step. Blocks have 16 tokens.
 from typing import Any
 
 from core_proc.kv.state_blocks import StateBlocks
-from protocol.core_worker import NULL_BLOCK, KVGroup
+from protocol.core_worker import NULL_BLOCK
+from protocol.model_facts import KVGroup
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 FULL = KVGroup()

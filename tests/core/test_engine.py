@@ -18,12 +18,12 @@ from protocol.api_core import (
 from protocol.config.settings import configure
 from protocol.core_worker import (
     GrammarCompiled,
-    ModelFacts,
     ModelRunnerOutput,
     PromptLogprobs,
     SchedulerOutput,
     TokenLogprobs,
 )
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason, ThinkingBudget
 from tests.core.engine_bench import (
     CLIENT,

@@ -16,7 +16,8 @@ from core_proc.request import Request
 from core_proc.scheduling.results import StepResult
 from protocol.api_core import ErrorCode, Refused, RequestOutput
 from protocol.config.settings import configure
-from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput, PromptLogprobs
+from protocol.core_worker import ModelRunnerOutput, PromptLogprobs
+from protocol.model_facts import KVGroup, ModelFacts
 from tests.core.engine_bench import (
     CLIENT,
     FACTS,

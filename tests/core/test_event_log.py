@@ -13,7 +13,7 @@ from core_proc.links.event_log import EventLog
 from protocol.api_core import Control, ControlAction, KVEventsTaken, decode_from_core
 from protocol.client.kv_feed import KVEventFeed
 from protocol.config.settings import configure
-from protocol.core_worker import KVGroup, ModelFacts, ModelRunnerOutput
+from protocol.core_worker import ModelRunnerOutput
 from protocol.kv_events import (
     AllBlocksCleared,
     BlocksRemoved,
@@ -25,6 +25,7 @@ from protocol.kv_events import (
     UnsubscribeKVEvents,
 )
 from protocol.message import encode
+from protocol.model_facts import KVGroup, ModelFacts
 from tests.core.engine_bench import CLIENT, add
 
 Contents = set[tuple[bytes, int]]

@@ -8,8 +8,8 @@ import pytest
 from core_proc.kv import event_recorder
 from core_proc.kv.event_recorder import group_key
 from core_proc.scheduler import Scheduler
-from protocol.core_worker import KVGroup
 from protocol.kv_events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
+from protocol.model_facts import KVGroup
 from tests.core.harness import Harness
 
 

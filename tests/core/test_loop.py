@@ -21,14 +21,10 @@ from protocol.api_core import (
     StepOutputs,
 )
 from protocol.client.ledger import check_request
-from protocol.core_worker import (
-    ModelFacts,
-    ModelRunnerOutput,
-    PromptLogprobs,
-    TokenLogprobs,
-)
+from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, TokenLogprobs
 from protocol.lifecycle import Drain, Stop
 from protocol.message import encode
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from protocol.transport.channel import Received
 from tests.core.loop_bench import CORE_EPOCH, Bench, FakeClient, WorkerEnd, all_tokens

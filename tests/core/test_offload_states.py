@@ -8,7 +8,8 @@ import pytest
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.offload import Offload
 from core_proc.request import RequestStatus
-from protocol.core_worker import KVGroup, StoreBlocks
+from protocol.core_worker import StoreBlocks
+from protocol.model_facts import KVGroup
 from tests.core.kept_states import ALL_GROUPS, PROMPT, SPACING, fill, make
 from tests.core.store_bench import BLOCK, check_that_a_load_waits_for_the_end_of_another
 

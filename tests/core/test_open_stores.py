@@ -9,7 +9,7 @@ import pytest
 from core_proc.kv.offload import Offload
 from core_proc.kv.stores import open_stores
 from protocol.config.settings import configure
-from protocol.core_worker import OF_STAGES, ModelFacts
+from protocol.model_facts import OF_STAGES, ModelFacts
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import blocks_directory, index_path, make_private, tiers
 

@@ -12,7 +12,8 @@ from core_proc.recovery.fingerprints import fingerprint
 from core_proc.recovery.rejections import MAX_REFUSED, REFUSED_FOR_S
 from protocol.api_core import AddRequest, ErrorCode, PauseMode, Refused
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput
+from protocol.core_worker import ModelRunnerOutput, SchedulerOutput
+from protocol.model_facts import ModelFacts
 from protocol.process.progress_page import MarkEdits
 from protocol.sampling import SamplingParams
 from tests.combinations import in_turn

@@ -25,12 +25,11 @@ from protocol.core_worker import (
     BlocksLoaded,
     FindBlocks,
     GrammarCompiled,
-    KVGroup,
     LoadBlocks,
-    ModelFacts,
     ModelRunnerOutput,
     StoreBlocks,
 )
+from protocol.model_facts import KVGroup, ModelFacts
 from protocol.sampling import Grammar, GrammarKind, Pooling, SamplingParams, pooling_params
 from tests.core.adapter_engine import A, adapted, load_all
 from tests.core.adapter_engine import make_engine as make_adapter_engine

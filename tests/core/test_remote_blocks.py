@@ -9,11 +9,11 @@ from protocol.core_worker import (
     BlocksFound,
     BlocksLoaded,
     FindBlocks,
-    KVGroup,
     LoadBlocks,
     ModelRunnerOutput,
     StoreBlocks,
 )
+from protocol.model_facts import KVGroup
 from protocol.sampling import SamplingParams
 from tests.core.fake_store import FakeStore
 from tests.core.harness import Harness

@@ -9,7 +9,7 @@ import pytest
 from core_proc.request import RequestStatus
 from core_proc.scheduling.repetition import ends_in_repetition, first_length
 from protocol.api_core import AddRequest
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.request_validation import validate_request
 from protocol.sampling import MAX_REPEATED_TOKENS, RepetitionDetection, SamplingParams
 from tests.core.harness import EOS, Harness

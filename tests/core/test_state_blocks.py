@@ -8,7 +8,8 @@ import pytest
 from core_proc.options import SchedulerOptions
 from core_proc.stats import StatsLine, scheduler_stats
 from protocol.config.settings import configure
-from protocol.core_worker import NULL_BLOCK, KVGroup, ModelFacts
+from protocol.core_worker import NULL_BLOCK
+from protocol.model_facts import KVGroup, ModelFacts
 from tests.core.harness import PLAIN_TOKEN, Harness
 from tests.core.state_bench import (
     FULL,

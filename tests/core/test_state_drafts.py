@@ -2,7 +2,7 @@
 
 import pytest
 
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from tests.core.harness import PLAIN_TOKEN
 from tests.core.state_bench import (
     FULL,

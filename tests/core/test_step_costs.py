@@ -14,7 +14,7 @@ from core_proc.request import Request
 from core_proc.scheduling.admission import Admission
 from core_proc.scheduling.priority_preemption import PriorityPreemption
 from protocol.api_core import PauseMode
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 

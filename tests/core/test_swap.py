@@ -5,7 +5,7 @@ import pytest
 from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from protocol.sampling import SamplingParams
 from tests.core.harness import PLAIN_TOKEN, Harness
 

@@ -11,7 +11,8 @@ import zmq
 
 from core_proc.links.pidfd_monitor import PidfdMonitor
 from core_proc.links.workers import WorkerGroup
-from protocol.core_worker import ModelFacts, WorkerHello
+from protocol.core_worker import WorkerHello
+from protocol.model_facts import ModelFacts
 from protocol.transport.runtime import SystemProcesses
 
 FACTS = ModelFacts("fake", 1000, 512, 16, 100, [2])

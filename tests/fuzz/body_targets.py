@@ -28,7 +28,7 @@ from protocol.api_core import AddRequest
 from protocol.client.errors import RequestFailed
 from protocol.client.ledger import check_request
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import Grammar
 from tests.fuzz.bodies import Bodies, damaged, encoded
 

@@ -38,7 +38,7 @@ from protocol.client.kv_feed import KVEventFeed
 from protocol.client.ledger import Ledger, OpenLimits
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, decode_from_worker
+from protocol.core_worker import ModelRunnerOutput, decode_from_worker
 from protocol.kv_events import KVEventBatch, KVEventsRefused
 from protocol.lifecycle import DeathCause
 from protocol.message import (
@@ -49,6 +49,7 @@ from protocol.message import (
     pack_header,
     unpack_header,
 )
+from protocol.model_facts import ModelFacts
 from protocol.process.progress_page import (
     _LOADS,
     CoreLoads,
@@ -57,9 +58,7 @@ from protocol.process.progress_page import (
     Phase,
     ProgressPage,
 )
-from protocol.salvage import readable_outputs, request_id_of_add
-from protocol.sampling import Grammar, GrammarKind, Pooling, SamplingParams
-from protocol.zygote_link import (
+from protocol.process.zygote_link import (
     MAX_PACKET_BYTES,
     LinkClosed,
     ZygoteLink,
@@ -67,6 +66,8 @@ from protocol.zygote_link import (
     decode_from_zygote,
     socket_pair,
 )
+from protocol.salvage import readable_outputs, request_id_of_add
+from protocol.sampling import Grammar, GrammarKind, Pooling, SamplingParams
 from tests.fuzz.body_targets import body_targets
 from tests.fuzz.mutation import harmed, harmed_bytes
 from tests.protocol.wire_corpus import DIRECTIONS, Direction

@@ -25,9 +25,9 @@ from protocol.api_core import (
     decode_from_client,
 )
 from protocol.client import AsyncEngineClient
-from protocol.core_worker import ModelFacts
 from protocol.kv_events import SubscribeKVEvents, UnsubscribeKVEvents
 from protocol.message import Message, encode
+from protocol.model_facts import ModelFacts
 from protocol.process.run_dir import client_address
 from protocol.transport.channel import HighWaterMark, PeerGone, Received, RouterChannel
 

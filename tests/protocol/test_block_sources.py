@@ -12,7 +12,7 @@ from protocol.client.known_engine import KnownEngine
 from protocol.client.replica import Replica
 from protocol.config import EngineConfig
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.process.machines import blocks_address, with_kv_listen
 
 HERE = "ipc:///run/core.sock"

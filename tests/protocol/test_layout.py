@@ -14,8 +14,8 @@ from tests.paths import DOCS
 
 PAGE = DOCS / "protocol.md"
 MODULES = [
-    *("adapters", "api_core", "core_worker", "kv_events", "lifecycle", "sampling", "zygote_link"),
-    *("process.host_agents", "stores.block_link"),
+    *("adapters", "api_core", "core_worker", "kv_events", "lifecycle", "model_facts", "sampling"),
+    *("process.host_agents", "process.zygote_link", "stores.block_link"),
 ]
 LAYOUT = (16, "410ddefb8f192c6d")
 """The version, and the digest of all fields that messages of this version have."""

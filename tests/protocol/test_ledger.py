@@ -14,8 +14,9 @@ from protocol.api_core import (
 )
 from protocol.client.errors import RequestFailed
 from protocol.client.ledger import REPAIR_MESSAGES_MAX, Ledger, OpenLimits, check_request
-from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.core_worker import PromptLogprobs, TokenLogprobs
 from protocol.message import MAX_TOKEN_IDS
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason, SamplingParams
 
 

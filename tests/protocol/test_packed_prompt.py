@@ -7,8 +7,8 @@ from protocol.api_core import PACKED_FROM_TOKENS, AddRequest, ErrorCode
 from protocol.client.errors import RequestFailed
 from protocol.client.ledger import Ledger, OpenLimits, check_request
 from protocol.client.packed_prompt import PackedPrompt, PromptIds, PromptPacking, extended
-from protocol.core_worker import ModelFacts
 from protocol.message import MAX_TOKEN_IDS, unpack_token_ids
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 
 FACTS = ModelFacts("null", 1000, 2**21, 16, 2**18, [2])

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from protocol.api_core import AddRequest, decode_from_client
-from protocol.core_worker import ModelFacts
 from protocol.message import ProtocolError, encode
+from protocol.model_facts import ModelFacts
 from protocol.request_validation import validate_request
 from protocol.sampling import SamplingParams
 from tests.api.test_bad_input import COMPLETIONS, ROWS

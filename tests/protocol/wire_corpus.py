@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from protocol import api_core, core_worker, lifecycle, zygote_link
+from protocol import api_core, core_worker, lifecycle
 from protocol.adapters import Adapter
 from protocol.api_core import (
     AbortRequests,
@@ -33,10 +33,8 @@ from protocol.core_worker import (
     FindBlocks,
     GrammarCompiled,
     GrammarFault,
-    KVGroup,
     LoadAdapter,
     LoadBlocks,
-    ModelFacts,
     ModelRunnerOutput,
     NewRequestData,
     PromptLogprobs,
@@ -80,8 +78,10 @@ from protocol.lifecycle import (
     WorkerDied,
 )
 from protocol.message import Decoder, Message, pack_token_ids
-from protocol.process import host_agents
+from protocol.model_facts import KVGroup, ModelFacts
+from protocol.process import host_agents, zygote_link
 from protocol.process.host_agents import Failed, Join, Joined, Leave, Settings
+from protocol.process.zygote_link import Forked, ForkFailed, ForkWorker
 from protocol.sampling import (
     FinishReason,
     Grammar,
@@ -94,7 +94,6 @@ from protocol.sampling import (
 )
 from protocol.stores import block_link
 from protocol.stores.block_link import BlockContent, BlocksHad, HaveBlocks, ReadBlock
-from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 
 _PARAMS = SamplingParams(
     max_tokens=64,

@@ -9,7 +9,7 @@ from protocol.lifecycle import Fatal, Progress, Ready, Role
 from protocol.message import ProtocolError
 from protocol.process.child_runtime import EXIT_ORPHANED
 from protocol.process.progress import ProgressReporter
-from protocol.zygote_link import Forked, ForkFailed
+from protocol.process.zygote_link import Forked, ForkFailed
 from tests.simulation.child import Incarnation
 from tests.simulation.world import SECOND, Process, Violation, World
 

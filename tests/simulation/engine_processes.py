@@ -12,14 +12,13 @@ from protocol.config import EngineConfig
 from protocol.core_worker import (
     NULL_BLOCK,
     AdapterLoaded,
-    KVGroup,
     LoadAdapter,
-    ModelFacts,
     ModelRunnerOutput,
     RankAnswer,
     SchedulerOutput,
     UnloadAdapter,
 )
+from protocol.model_facts import KVGroup, ModelFacts
 from tests.simulation.adapters import LoadWatch, SimulatedAdapterService, TurnWatch
 from tests.simulation.child import Incarnation, SimulatedChild
 from tests.simulation.grammars import SimulatedCompiler, SimulatedGrammarService

@@ -7,7 +7,8 @@ the outputs; the compiler and the service beside the worker are replaced.
 
 from collections import deque
 
-from protocol.core_worker import CompileGrammar, GrammarCompiled, ModelFacts
+from protocol.core_worker import CompileGrammar, GrammarCompiled
+from protocol.model_facts import ModelFacts
 from protocol.sampling import Grammar, GrammarKind
 from tests.simulation.world import Process, Violation
 

@@ -10,7 +10,7 @@ from array import array
 from binascii import crc32
 from collections.abc import Sequence
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason, SamplingParams
 from tests.simulation.grammars import FIRST_TOKEN_ID, SimulatedMatcher
 from worker_proc.null.model import null_vector

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from protocol.api_core import ErrorCode, RequestError, RequestOutput
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason
 from tests.simulation.adapters import WRONG_TEXT, LoadWatch
 from tests.simulation.grammars import WRONG

@@ -13,8 +13,8 @@ import msgspec
 
 from protocol.client import ReplicatedClient, ReplicatedOptions
 from protocol.config import LoraConfig, RoutingPolicy
-from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
+from protocol.model_facts import ModelFacts
 from protocol.process.run_dir import client_address
 from tests.simulation.child import RUN_DIR
 from tests.simulation.children import StartOrder, Zygote

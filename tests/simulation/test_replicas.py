@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from protocol.client.open_requests import OpenRequests
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.simulation.batch import silence
 from tests.simulation.replicas import run_replica_seed
 

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from core_proc.scheduling.acceptance import Acceptance
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.paths import ROOT
 from tests.simulation import __main__ as simulate_faults
 from tests.simulation.batch import Batch, Tally, run_batch, run_chunk, silence

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from worker_proc.null.model import CONTEXT_TOKENS, next_token_id
 
 NUM_SHARED_PREFIXES = 16

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.paths import ROOT
 from tests.soak import clients
 from tests.soak.__main__ import main

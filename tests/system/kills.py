@@ -9,8 +9,8 @@ from pathlib import Path
 import msgspec
 
 from protocol.client import EngineClient, SyncStream
-from protocol.core_worker import ModelFacts
 from protocol.lifecycle import Role
+from protocol.model_facts import ModelFacts
 from protocol.sampling import Grammar, GrammarKind, SamplingParams
 from scripts.testing import LOAD_TIMEOUT_S, TIMEOUT_S, Engine
 from tests.system.successors import pid_of, wait_for

@@ -9,14 +9,9 @@ import msgspec
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
-from protocol.core_worker import (
-    CoreToWorker,
-    ModelFacts,
-    SchedulerOutput,
-    TokenLogprobs,
-    decode_from_core,
-)
+from protocol.core_worker import CoreToWorker, SchedulerOutput, TokenLogprobs, decode_from_core
 from protocol.message import encode
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from worker_proc.runner import ComputedStep, LaunchedStep, Runner
 

@@ -2,12 +2,8 @@
 
 import time
 
-from protocol.core_worker import (
-    CachedRequestData,
-    ModelFacts,
-    ModelRunnerOutput,
-    SchedulerOutput,
-)
+from protocol.core_worker import CachedRequestData, ModelRunnerOutput, SchedulerOutput
+from protocol.model_facts import ModelFacts
 from worker_proc.adapters.kept import KeptAdapters
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.runner import ComputedStep, LaunchedStep

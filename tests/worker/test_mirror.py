@@ -3,14 +3,8 @@
 import msgspec
 import pytest
 
-from protocol.core_worker import (
-    BlockCopies,
-    CachedRequestData,
-    KVGroup,
-    ModelFacts,
-    NewRequestData,
-    SchedulerOutput,
-)
+from protocol.core_worker import BlockCopies, CachedRequestData, NewRequestData, SchedulerOutput
+from protocol.model_facts import KVGroup, ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.steps import BLOCK_SIZE, new, step
 from worker_proc.errors import MirrorError

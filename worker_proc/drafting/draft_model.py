@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.core_worker import NULL_BLOCK, ModelFacts, SchedulerOutput
+from protocol.core_worker import NULL_BLOCK, SchedulerOutput
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.drafting.draft_model_states import DraftModelStates, StatePath

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from worker_proc.kv.kv_format import KVFormat
 
 MAX_GROUPS = 64  # limit of the wire format

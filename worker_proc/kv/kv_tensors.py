@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from protocol.core_worker import UNLIMITED_BLOCKS
+from protocol.model_facts import UNLIMITED_BLOCKS
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_format import KVFormat
 from worker_proc.kv.kv_groups import KVLayout, LayerSpec

@@ -2,7 +2,8 @@
 
 from collections.abc import Sequence
 
-from protocol.core_worker import NULL_BLOCK, BlockCopies, ModelFacts, NewRequestData
+from protocol.core_worker import NULL_BLOCK, BlockCopies, NewRequestData
+from protocol.model_facts import ModelFacts
 from worker_proc.errors import MirrorError
 from worker_proc.kv.window import first_visible
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.config import EngineConfig, ModelConfig, Quantization
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from worker_proc.errors import CheckpointError, UnsupportedModel
 from worker_proc.loading.loader import CheckedModel, check_model
 from worker_proc.loading.model_kind import ModelKind

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from worker_proc.adapters.store import AdapterStore
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.grammar.compiler import GrammarCompiler

@@ -7,7 +7,8 @@ core's own records agree.
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeVar
 
-from protocol.core_worker import ModelFacts, SchedulerOutput
+from protocol.core_worker import SchedulerOutput
+from protocol.model_facts import ModelFacts
 from worker_proc.errors import MirrorError
 from worker_proc.kv.window import first_visible
 from worker_proc.request import MirroredRequest, ScheduledRequest

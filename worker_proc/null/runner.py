@@ -9,14 +9,9 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from protocol.adapters import Adapter
-from protocol.core_worker import (
-    ModelFacts,
-    ModelRunnerOutput,
-    PromptLogprobs,
-    SchedulerOutput,
-    TokenLogprobs,
-)
+from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from protocol.message import pack_token_ids
+from protocol.model_facts import ModelFacts
 from protocol.process.failpoints import POISON_TOKEN_ID, failpoint
 from protocol.transport.runtime import Clock
 from worker_proc.adapters.kept import KeptAdapters

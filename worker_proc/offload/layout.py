@@ -8,7 +8,7 @@ import msgspec
 import torch
 
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from worker_proc.kv.kv_groups import Place
 
 _NAME_BYTES = 8

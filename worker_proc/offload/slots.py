@@ -1,7 +1,7 @@
 """The number of slots that hold blocks in transit to or from a store."""
 
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from worker_proc.offload.service import MAX_READERS
 
 _MAX_STAGED_BYTES = 2**28

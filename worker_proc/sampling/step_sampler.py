@@ -6,7 +6,8 @@ from typing import NamedTuple
 
 import torch
 
-from protocol.core_worker import ModelFacts, PromptLogprobs, TokenLogprobs
+from protocol.core_worker import PromptLogprobs, TokenLogprobs
+from protocol.model_facts import ModelFacts
 from worker_proc.grammar.compiler import GrammarCompiler
 from worker_proc.grammar.following import grammar_state_of
 from worker_proc.grammar.masks import MaskComputer, MaskedRows, RowMasks

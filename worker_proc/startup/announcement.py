@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from protocol.core_worker import UNLIMITED_BLOCKS, ModelFacts
+from protocol.model_facts import UNLIMITED_BLOCKS, ModelFacts
 from worker_proc.native.build import compiler, why_cache_is_unusable
 from worker_proc.runner import PORTABLE_ATTENTION
 

@@ -1,7 +1,7 @@
 """Creates the draft model of a runner, with its KV cache and its blocks in stores."""
 
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from worker_proc.decoder.install import install
 from worker_proc.drafting.draft_model import DraftCache, DraftModel
 from worker_proc.drafting.draft_model_states import DraftModelStates

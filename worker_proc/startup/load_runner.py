@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from protocol.config import EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.process.run_dir import make_run_dir
 from worker_proc.decoder.install import install
 from worker_proc.errors import UnsupportedModel

@@ -1,7 +1,7 @@
 """The facts of a loaded and checked model, which its worker announces to the core."""
 
 from protocol.config import EngineConfig, Quantization
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from worker_proc.kv.kv_groups import KVLayout
 from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.loading.draft import describe_speculation

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING
 
 from protocol.config import AttentionName, EngineConfig, WorkerConfig
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from worker_proc.attention.compressed_backend import CompressedBackend
 from worker_proc.attention.interface import AttentionBackend
 from worker_proc.attention.native import NativeBackend, can_attend

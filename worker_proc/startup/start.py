@@ -11,7 +11,7 @@ import zmq
 
 from protocol.adapters import Adapter, AdapterError, read_adapter
 from protocol.config import EngineConfig
-from protocol.core_worker import KVGroup, ModelFacts
+from protocol.model_facts import KVGroup, ModelFacts
 from protocol.process import gc_tuning
 from protocol.process.child_runtime import ChildProcess
 from protocol.process.failpoints import failpoint

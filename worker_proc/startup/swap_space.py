@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from protocol.core_worker import UNLIMITED_BLOCKS
+from protocol.model_facts import UNLIMITED_BLOCKS
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_tensors import CacheSize
 from worker_proc.loading.host_limits import available_memory

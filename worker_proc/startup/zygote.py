@@ -34,7 +34,7 @@ from protocol.process.failpoints import failpoint
 from protocol.process.logs import configure_logging, log_label
 from protocol.process.prctl import die_with_parent, set_name
 from protocol.process.progress import ProgressReporter
-from protocol.zygote_link import (
+from protocol.process.zygote_link import (
     Forked,
     ForkFailed,
     ForkWorker,

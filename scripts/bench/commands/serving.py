@@ -3,7 +3,7 @@
 import argparse
 import contextlib
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from scripts.bench.load import LoadProcesses
 from scripts.bench.peers import BASE, describe, running_server, started_engine
 from scripts.bench.report import Record

@@ -11,7 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from core_proc.engine import EngineCore
 from protocol.config import ConfigError
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from scripts.bench.client import BenchError
 from scripts.bench.scheduler_costs import production_gc

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer
 from tests.api.responses.tool_model import answering
 

@@ -10,7 +10,7 @@ from api_proc.responses.body import ResponsesBody
 from api_proc.responses.items import InputItem, messages_of
 from protocol.api_core import ErrorCode, RequestError
 from protocol.client.errors import RequestFailed
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer
 from tests.api.responses.tool_model import BODY, CALL, HTTP, PATH, RESULT, WEATHER, create

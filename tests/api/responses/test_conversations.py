@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer
 from tests.api.responses.tool_model import BODY, HTTP, PATH, create, stream

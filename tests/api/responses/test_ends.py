@@ -12,7 +12,7 @@ from api_proc.responses.body import ResponseDecoder
 from api_proc.responses.reply import ResponseReply
 from api_proc.text.output_sequence import Delta
 from protocol.api_core import AddRequest, RequestOutput
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import FinishReason
 from tests.api.conftest import MakeServer
 from tests.api.fake_engine import EOS_ID, FakeClient, LiveServer, ids_of, wait_until

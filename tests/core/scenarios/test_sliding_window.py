@@ -2,7 +2,8 @@
 
 import pytest
 
-from protocol.core_worker import NULL_BLOCK, KVGroup
+from protocol.core_worker import NULL_BLOCK
+from protocol.model_facts import KVGroup
 from tests.core.harness import PLAIN_TOKEN, Harness
 
 FULL = KVGroup()

@@ -4,7 +4,7 @@ import msgspec
 import pytest
 
 from protocol.config.settings import configure
-from protocol.core_worker import KVGroup
+from protocol.model_facts import KVGroup
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from worker_proc.calibration.warm_up import NUM_TEXTS, warm_up

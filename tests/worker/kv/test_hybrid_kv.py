@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.core_worker import UNLIMITED_BLOCKS, BlockCopies, KVGroup
+from protocol.core_worker import BlockCopies
+from protocol.model_facts import UNLIMITED_BLOCKS, KVGroup
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import ARCHITECTURES, WINDOW, Architecture
 from tests.worker.driving import drive

@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from protocol.core_worker import KVGroup, ModelFacts
+from protocol.model_facts import KVGroup, ModelFacts
 from worker_proc.errors import InsufficientMemory
 from worker_proc.kv.kv_groups import MAX_GROUPS, CompressedSpec, KVLayout, LayerSpec, lay_out
 from worker_proc.kv.kv_tensors import block_bytes_of, bytes_per_block, size_cache

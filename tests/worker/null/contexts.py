@@ -2,7 +2,7 @@
 
 import random
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from worker_proc.null.model import next_token_id
 

@@ -8,14 +8,9 @@ import sys
 import msgspec
 import pytest
 
-from protocol.core_worker import (
-    BlockCopies,
-    KVGroup,
-    ModelFacts,
-    NewRequestData,
-    SchedulerOutput,
-)
+from protocol.core_worker import BlockCopies, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids
+from protocol.model_facts import KVGroup, ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.driving import drive
 from tests.worker.null.contexts import EOS, PARAMS, expected, facts, prompts

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
-from protocol.core_worker import BlockCopies, KVGroup, ModelFacts, NewRequestData, SchedulerOutput
+from protocol.core_worker import BlockCopies, NewRequestData, SchedulerOutput
+from protocol.model_facts import KVGroup, ModelFacts
 from tests.worker.driving import drive
 from tests.worker.null.contexts import PARAMS, expected, facts, prompts
 from tests.worker.steps import new, step

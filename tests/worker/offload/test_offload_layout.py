@@ -7,7 +7,7 @@ import msgspec
 import torch
 
 from protocol.config import CacheConfig, EngineConfig
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from tests.worker.bitwise import engine_config
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.recurrent_models import RECURRENT

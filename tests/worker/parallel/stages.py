@@ -19,7 +19,8 @@ from protocol.config import (
     SchedulerConfig,
     WorkerConfig,
 )
-from protocol.core_worker import ModelFacts, ModelRunnerOutput, SchedulerOutput, WorkerHello
+from protocol.core_worker import ModelRunnerOutput, SchedulerOutput, WorkerHello
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import SHAPE
 from tests.worker.driving import Run, drive

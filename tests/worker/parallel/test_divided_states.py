@@ -10,7 +10,7 @@ import torch
 from transformers import PretrainedConfig
 
 from protocol.config import KVCacheDtype, Quantization
-from protocol.core_worker import UNLIMITED_BLOCKS
+from protocol.model_facts import UNLIMITED_BLOCKS
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import Architecture, build_checkpoint
 from tests.worker.drafting.oracle import Oracle

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import PretrainedConfig
 
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import SamplingParams
 from tests.worker.checkpoints import build_checkpoint
 from tests.worker.driving import drive, drive_with_errors

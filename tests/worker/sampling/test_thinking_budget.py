@@ -11,7 +11,7 @@ from api_proc.text.processor import TextProcessor
 from api_proc.text.thinking import thinking_budget
 from api_proc.text.tokenizer import EncodeOptions
 from protocol.config.settings import configure
-from protocol.core_worker import ModelFacts
+from protocol.model_facts import ModelFacts
 from protocol.sampling import Grammar, GrammarKind, SamplingParams, ThinkingBudget
 from tests.worker.driving import Run, drive
 from tests.worker.grammar.test_structured_output import demo

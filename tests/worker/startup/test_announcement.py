@@ -7,7 +7,7 @@ import msgspec
 import pytest
 import torch
 
-from protocol.core_worker import KVGroup, ModelFacts
+from protocol.model_facts import KVGroup, ModelFacts
 from worker_proc.cuda.device import resolve_device
 from worker_proc.errors import InsufficientMemory, UnsupportedModel
 from worker_proc.loading.inspection import check_room

@@ -26,8 +26,8 @@ from protocol.process.fork_server import ForkServer, reap_unknown_children
 from protocol.process.prctl import set_subreaper
 from protocol.process.progress_page import ProgressPage
 from protocol.process.run_dir import lifecycle_address
+from protocol.process.zygote_link import Forked, ForkFailed, ForkWorker
 from protocol.transport.channel import HighWaterMark, RouterChannel
-from protocol.zygote_link import Forked, ForkFailed, ForkWorker
 from scripts.testing import eventually, is_alive
 from tests.paths import ROOT
 from worker_proc.startup.zygote import NotForkable, check_forkable
