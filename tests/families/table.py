@@ -9,7 +9,7 @@ from tests.paths import DOCS
 PAGE = DOCS / "families.md"
 NAMES = {*FAMILIES, *SINCE_5_24}
 """The families with a row, also those that the installed version of transformers lacks."""
-_TITLES = ("family", "`model_type`", "layers computed by", "`exact_resume`", *COLUMNS)
+_TITLES = ("family", "`model_type`", "layers computed by", "`exact_resume`", "equal")
 
 
 def header() -> list[str]:
@@ -20,8 +20,11 @@ def header() -> list[str]:
 def row(name: str, verified: Verified) -> str:
     """Return a family's line."""
     exact_resume = "true" if verified.exact_resume else "false"
-    equal = ("yes" if is_equal else "**no**" for is_equal in verified.equal)
-    return _line((name, f"`{verified.model_type}`", verified.decoder, exact_resume, *equal))
+    different = [
+        column for column, is_equal in zip(COLUMNS, verified.equal, strict=True) if not is_equal
+    ]
+    equal = f"**not {', '.join(different)}**" if different else "all"
+    return _line((name, f"`{verified.model_type}`", verified.decoder, exact_resume, equal))
 
 
 def rows_of(page: str) -> dict[str, str]:
