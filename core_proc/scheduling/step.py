@@ -9,10 +9,11 @@ from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOut
 from protocol.message import pack_token_ids
 
 _MAX_NEW_IDS = 1_500_000
-"""Token and block ids in the data of a step's new requests. An id takes at most 5 bytes, so they
-fill half a frame; the other half is left for data of requests that the worker knows."""
-_MAX_PARAMS_IDS = 4096
-"""Maximum size of the sampling parameters and numbers of a new request, in ids."""
+"""Ids of tokens and blocks in the data of a step's new requests. An id takes at most 5 bytes, so
+they fill half a frame; the other half is left for data of requests that the worker knows. The first
+new request of a step may exceed this bound by its sampling parameters, which take at most 3 MB."""
+_USUAL_PARAMS_IDS = 4096
+"""Size of sampling parameters and numbers, in ids, with which the longest request is in bounds."""
 _MAX_SCORED_TOKENS = 16_384
 """Tokens of requests with prompt logprobs in one step; a frame holds 50,000 of their answers."""
 _MAX_POOLED = 128
@@ -23,7 +24,7 @@ _NONE_GROWN = CachedRequestData()
 
 def longest_sequence(block_size: int, num_groups: int = 1) -> int:
     """Return the length of the longest request that a step can introduce, in tokens."""
-    return (_MAX_NEW_IDS - _MAX_PARAMS_IDS - num_groups) * block_size // (block_size + num_groups)
+    return (_MAX_NEW_IDS - _USUAL_PARAMS_IDS - num_groups) * block_size // (block_size + num_groups)
 
 
 class ScheduledStep:
@@ -94,8 +95,11 @@ class ScheduledStep:
             self.prompt_left -= num_tokens
 
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
-        """Return whether the message has room for a new request with `num_blocks` in its tables."""
-        return _num_ids(request, num_blocks) <= self._new_ids_left
+        """Return whether the message has room for a new request with `num_blocks` in its tables.
+
+        It always has room for one.
+        """
+        return not self.new_reqs or _num_ids(request, num_blocks) <= self._new_ids_left
 
     def advance(self, requests: list[Request]) -> int:
         """Grant one token to each request, in order, while the budget lasts; return the number."""
@@ -211,6 +215,11 @@ def _num_ids(request: Request, num_blocks: int) -> int:
     """Return an upper bound for the size of a new request's data, in ids."""
     params = request.sampling_params
     num_params = 64 + len(params.stop_token_ids) + 3 * len(params.logit_bias)
+    num_params += len(params.allowed_token_ids or ()) + len(params.logprob_token_ids)
+    num_params += sum(1 + len(word) for word in params.bad_words)
     if params.grammar is not None:  # a character has at most 4 bytes
         num_params += len(params.grammar.source)
+    if (thinking := params.thinking_budget) is not None:
+        num_params += len(thinking.begin_token_ids) + len(thinking.end_token_ids)
+        num_params += len(thinking.call_token_ids) + len(thinking.space_token_ids)
     return request.num_tokens + num_blocks + num_params

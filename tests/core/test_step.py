@@ -1,14 +1,24 @@
 """Every step that the scheduler can send fits into a frame."""
 
+import msgspec
 import pytest
 
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from core_proc.scheduling.step import longest_sequence
+from protocol.api_core import AddRequest, decode_from_client
 from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
 from protocol.message import encode
-from protocol.sampling import SamplingParams
+from protocol.sampling import (
+    MAX_GRAMMAR_CHARS,
+    MAX_MARKER_TOKENS,
+    MAX_SPACE_TOKENS,
+    Grammar,
+    GrammarKind,
+    SamplingParams,
+    ThinkingBudget,
+)
 from protocol.transport.channel import MAX_FRAME_BYTES
 from tests.core.harness import Harness
 
@@ -30,6 +40,17 @@ WIDE_PARAMS = SamplingParams(
     logprobs=20,
 )
 
+MARKER = [WIDE_ID] * MAX_MARKER_TOKENS
+WIDEST_PARAMS = msgspec.structs.replace(
+    WIDE_PARAMS,
+    grammar=Grammar(GrammarKind.REGEX, "😀" * MAX_GRAMMAR_CHARS),
+    allowed_token_ids=[WIDE_ID] * 4096,
+    bad_words=[[WIDE_ID] * 1024] * 320,
+    logprob_token_ids=[WIDE_ID] * 128,
+    thinking_budget=ThinkingBudget(WIDE_ID, *[MARKER] * 3, [WIDE_ID] * MAX_SPACE_TOKENS),
+)
+"""The largest values that the wire allows."""
+
 
 def make_scheduler(num_blocks: int, block_size: int, **settings: object) -> Scheduler:
     options = SchedulerOptions(
@@ -46,6 +67,17 @@ def scheduled(scheduler: Scheduler) -> SchedulerOutput:
     step = scheduler.schedule()
     assert step is not None
     return step
+
+
+def steps_of_admissions(scheduler: Scheduler) -> list[SchedulerOutput]:
+    """Schedule and answer steps until no request waits; return them."""
+    steps = []
+    while scheduler.num_waiting:
+        step = scheduled(scheduler)
+        num_sampled = len(scheduler.in_flight[0][1])
+        scheduler.update_from_output(ModelRunnerOutput(step.step_id, [7] * num_sampled))
+        steps.append(step)
+    return steps
 
 
 def wide_request(req_id: int, num_tokens: int) -> Request:
@@ -70,15 +102,40 @@ def test_newcomers_wait_for_the_next_step_when_a_frame_holds_no_more() -> None:
     scheduler = make_scheduler(600_000, 16, max_num_seqs=64, **options)
     for req_id in range(40):
         scheduler.add_request(wide_request(req_id, 100_000))
-    steps = []
-    while scheduler.num_waiting:
-        step = scheduled(scheduler)
-        num_sampled = len(scheduler.in_flight[0][1])
-        scheduler.update_from_output(ModelRunnerOutput(step.step_id, [7] * num_sampled))
-        steps.append(step)
+    steps = steps_of_admissions(scheduler)
     assert len(steps) > 1
     assert max(len(encode(step)) for step in steps) <= MAX_FRAME_BYTES
     assert max(len(step.scheduled_new_reqs) for step in steps) < 16
+
+
+def test_the_largest_parameters_are_on_the_wire() -> None:
+    body = encode(AddRequest(1, [], WIDEST_PARAMS))
+    message = decode_from_client(body)
+    assert isinstance(message, AddRequest)
+    assert message.sampling_params == WIDEST_PARAMS
+
+
+@pytest.mark.parametrize("field", ["grammar", "allowed_token_ids", "bad_words", "thinking_budget"])
+def test_requests_with_large_parameters_are_introduced_in_several_steps(field: str) -> None:
+    value = getattr(WIDEST_PARAMS, field)
+    params = msgspec.structs.replace(SamplingParams(max_tokens=4), **{field: value})
+    num_seqs = 5 * MAX_FRAME_BYTES // 4 // len(encode(AddRequest(1, [], params)))
+    scheduler = make_scheduler(2**16, 16, max_num_seqs=num_seqs, max_num_batched_tokens=2**16)
+    for req_id in range(num_seqs):
+        scheduler.add_request(Request(2**52 + req_id, [WIDE_ID], params))
+    assert max(len(encode(step)) for step in steps_of_admissions(scheduler)) <= MAX_FRAME_BYTES
+
+
+def test_the_longest_request_with_the_largest_parameters_is_introduced_alone() -> None:
+    longest = longest_sequence(16)
+    scheduler = make_scheduler(longest // 8, 16, max_num_batched_tokens=2**21)
+    for req_id in range(2):
+        num_tokens = longest - 1 if req_id == 0 else 1
+        request = Request(2**52 + req_id, [WIDE_ID] * num_tokens, WIDEST_PARAMS)
+        scheduler.add_request(request)
+    steps = steps_of_admissions(scheduler)
+    assert [len(step.scheduled_new_reqs) for step in steps] == [1, 1]
+    assert len(encode(steps[0])) <= MAX_FRAME_BYTES * 3 // 4
 
 
 def test_prompt_logprobs_of_one_step_fit_into_its_answer() -> None:
