@@ -27,8 +27,8 @@ class KVGroup(Record):
     and it may be the only group."""
 
 
-OF_STAGES = ", "
-"""Joins the values of a field that differs between stages."""
+STAGE_SEPARATOR = ", "
+"""Separates the values of a field that differs between stages."""
 
 
 class ModelFacts(Record):

@@ -1,4 +1,8 @@
-"""The interface of the two runners: ModelRunner and NullRunner."""
+"""The interface of runners, which execute the core's steps.
+
+ModelRunner, StageRunner and NullRunner implement it: with a whole model or its last pipeline stage,
+with another stage, and without a model.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol

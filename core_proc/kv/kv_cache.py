@@ -19,7 +19,7 @@ from core_proc.kv.event_recorder import EventRecorder, group_key
 from core_proc.kv.offload import Offload
 from core_proc.kv.prefix_lookup import PrefixLookup
 from core_proc.kv.state_blocks import StateBlocks
-from core_proc.kv.tables import Tables, first_seen, live_blocks
+from core_proc.kv.tables import Tables, first_visible_block, live_blocks
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from protocol import kv_events
@@ -151,7 +151,7 @@ class KVCacheManager:
 
     def _first_new(self, group: KVGroup, hits: list[int], start: int) -> int:
         """Return the first entry that needs a new block if computation begins at `start`."""
-        return max(len(hits), first_seen(group.window, start, self.block_size))
+        return max(len(hits), first_visible_block(group.window, start, self.block_size))
 
     def admit(
         self,
@@ -242,11 +242,10 @@ class KVCacheManager:
         Steps in flight may still read these blocks. That is safe: the worker runs steps strictly in
         order, so the next holder of a block writes to it later.
         """
+        num_computed = request.num_computed_tokens
         for group, table in zip(self.groups, self.kv_tables(request.block_tables), strict=True):
-            end = min(
-                first_seen(group.window, request.num_computed_tokens, self.block_size), len(table)
-            )
-            first = end
+            visible = first_visible_block(group.window, num_computed, self.block_size)
+            first = end = min(visible, len(table))
             while first > 0 and table[first - 1] != NULL_BLOCK:
                 first -= 1
             if first < end:

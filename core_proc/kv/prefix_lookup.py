@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from core_proc.kv.block_pool import BlockPool
 from core_proc.kv.event_recorder import group_key
 from core_proc.kv.state_blocks import StateBlocks
-from core_proc.kv.tables import Tables, first_seen
+from core_proc.kv.tables import Tables, first_visible_block
 from core_proc.request import Request
 from protocol.core_worker import NULL_BLOCK
 from protocol.model_facts import KVGroup
@@ -57,7 +57,7 @@ class PrefixLookup:
         run: list[int] = []
         end = limit
         for index in range(limit - 1, -1, -1):
-            if index < first_seen(window, min(end * size, request.num_tokens - 1), size):
+            if index < first_visible_block(window, min(end * size, request.num_tokens - 1), size):
                 break
             block_id = self._pool.cached_block(group_key(request.block_hashes[index], group))
             if block_id is None:
@@ -74,7 +74,8 @@ class PrefixLookup:
         if not self._has_windows:
             return hits
         size = self._block_size
-        num_passed = [min(first_seen(g.window, start, size), num_hit) for g in self._groups]
+        visible = [first_visible_block(group.window, start, size) for group in self._groups]
+        num_passed = [min(index, num_hit) for index in visible]
         tables = zip(num_passed, hits[: len(self._groups)], strict=True)
         return [[NULL_BLOCK] * n + t[n:] for n, t in tables] + hits[len(self._groups) :]
 
@@ -126,7 +127,7 @@ class PrefixLookup:
             missing = [
                 index
                 for number, window in windows
-                for index in range(max(num_hit, first_seen(window, end * size, size)), end)
+                for index in range(max(num_hit, first_visible_block(window, end * size, size)), end)
                 if not is_stored(hashes[index], number)
             ]
             if not missing:

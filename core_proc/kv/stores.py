@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from core_proc.kv.offload import Index, Offload
 from protocol.config import EngineConfig, ParallelConfig
-from protocol.model_facts import OF_STAGES, ModelFacts
+from protocol.model_facts import STAGE_SEPARATOR, ModelFacts
 from protocol.process.machines import blocks_address
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import check_private, index_path, tiers
@@ -40,7 +40,7 @@ def open_stores(config: EngineConfig, facts: ModelFacts) -> Offload | None:
 
 def _layouts_of_ranks(kv_layout: str, parallel: ParallelConfig) -> list[str]:
     """Return the layout of each rank, which is that of its stage if stages differ."""
-    layouts = kv_layout.split(OF_STAGES)
+    layouts = kv_layout.split(STAGE_SEPARATOR)
     per_layout = parallel.num_ranks // len(layouts)
     return [layout for layout in layouts for _ in range(per_layout)]
 

@@ -13,6 +13,6 @@ def live_blocks(table: list[int]) -> list[int]:
     return [block_id for block_id in table if block_id != NULL_BLOCK]
 
 
-def first_seen(window: int | None, num_computed: int, block_size: int) -> int:
-    """Return the first entry that tokens from position `num_computed` on attend to."""
-    return 0 if window is None else max(0, num_computed - window + 1) // block_size
+def first_visible_block(window: int | None, position: int, block_size: int) -> int:
+    """Return the index of the first block that tokens from `position` on attend to."""
+    return 0 if window is None else max(0, position - window + 1) // block_size

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from protocol.core_worker import WorkerHello
-from protocol.model_facts import OF_STAGES, ModelFacts
+from protocol.model_facts import STAGE_SEPARATOR, ModelFacts
 
 _EPOCH_LIMIT = 2**31
 """Half of what headers have room for, so that the epoch of the link can always rise from here."""
@@ -42,7 +42,7 @@ class _Worker(NamedTuple):
 
 def _of_stages(texts: list[str]) -> str:
     """Return the text of all stages, or where they differ, those of each in turn."""
-    return texts[0] if len(set(texts)) == 1 else OF_STAGES.join(texts)
+    return texts[0] if len(set(texts)) == 1 else STAGE_SEPARATOR.join(texts)
 
 
 class WorkerGroup:

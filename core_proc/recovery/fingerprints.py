@@ -1,4 +1,4 @@
-"""Fingerprints of requests: requests with the same one compute the same."""
+"""Fingerprints of requests: equal for requests that differ at most in their seeds."""
 
 import hashlib
 

@@ -1,15 +1,19 @@
-"""Marks: the fingerprints of the suspects in the steps in flight, kept outside of this process."""
+"""Tracks which marks of a core have changed, so that only these are written before a step.
+
+The marks are the fingerprints of the suspects in the steps in flight. They are written to the
+progress page, which outlives the core.
+"""
 
 from collections.abc import Iterable
 
 from protocol.process.progress_page import MarkEdits
 
 _NO_REQUEST = -1
-"""Stands in front, where the stage is."""
+"""The request id at the first place, which has the number of the stage."""
 
 
 class Marks:
-    """The number of a stage and a set of fingerprints; reports only what has changed."""
+    """The stage of the search at the first place, and fingerprints of suspects at the others."""
 
     def __init__(self) -> None:
         self._written_total = 0

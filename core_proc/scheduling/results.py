@@ -1,4 +1,4 @@
-"""The scheduler's results for requests."""
+"""What the scheduler reports of a request: the tokens of a step, its end, or its failure."""
 
 from typing import NamedTuple
 

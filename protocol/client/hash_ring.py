@@ -18,7 +18,8 @@ _NUM_POINTS = 64
 class HashRing:
     """The points of all replicas. Finding a home takes O(log replicas).
 
-    The circle is rebuilt at the first lookup after a change, so never without sessions.
+    The circle is rebuilt at the first lookup after a change, and therefore never if no request has
+    a session.
     """
 
     def __init__(self) -> None:

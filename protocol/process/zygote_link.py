@@ -90,7 +90,7 @@ class ZygoteLink(Generic[T]):
                 poller.register(self._socket, select.POLLOUT)
                 if not poller.poll(max(0.0, deadline - time.monotonic()) * 1000):
                     return False
-            except (BrokenPipeError, ConnectionError) as error:
+            except ConnectionError as error:
                 raise LinkClosed from error
 
     def deliver(self, message: Message) -> None:

@@ -121,8 +121,8 @@ MUTATIONS = (
     Mutation(
         "a window gives its blocks back one too early",
         "kv/kv_cache.py",
-        "first_seen(group.window, request.num_computed_tokens, self.block_size), len",
-        "first_seen(group.window, request.num_computed_tokens + 16, self.block_size), len",
+        "first_visible_block(group.window, num_computed, self.block_size)",
+        "first_visible_block(group.window, num_computed + 16, self.block_size)",
     ),
     Mutation(
         "resumed before its late tokens have come",

@@ -9,7 +9,7 @@ import pytest
 from core_proc.kv.offload import Offload
 from core_proc.kv.stores import open_stores
 from protocol.config.settings import configure
-from protocol.model_facts import OF_STAGES, ModelFacts
+from protocol.model_facts import STAGE_SEPARATOR, ModelFacts
 from protocol.stores.index import BlockIndex
 from protocol.stores.tiers import blocks_directory, index_path, make_private, tiers
 
@@ -39,7 +39,7 @@ def open_ranks(
         make_private(tier.private_directory(layout))
         blocks_directory(tier, layout, rank).mkdir()
         indexes.append(BlockIndex(index_path(tier, layout, rank), max_blocks=100))
-    names = OF_STAGES.join(dict.fromkeys(stages))
+    names = STAGE_SEPARATOR.join(dict.fromkeys(stages))
     offload = open_stores(config, msgspec.structs.replace(FACTS, kv_layout=names))
     assert offload is not None
     return indexes, offload

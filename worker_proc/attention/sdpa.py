@@ -253,8 +253,8 @@ def _bias_columns(
     """Return the bias columns of keys, given the positions of queries and keys."""
     assert layer.biases is not None
     if layer.bias_origin is None:
-        return positions.clamp(max=layer.biases.shape[1] - 1)  # later ones are hidden
-    return (positions - queries + layer.bias_origin).clamp(0, layer.bias_origin)  # as above
+        return positions.clamp(max=layer.biases.shape[1] - 1)  # keys after the row are hidden
+    return (positions - queries + layer.bias_origin).clamp(0, layer.bias_origin)
 
 
 def _gather(pool: torch.Tensor, block_ids: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,8 @@ def rotation(
 ) -> Instruction:
     """Return the instruction that rotates queries and keys, after the norms of their heads.
 
-    `angles` is the number of their kind of angles, of which `cosines` are a table.
+    `angles` is the number of the table of angles that the layer uses, and `cosines` are its
+    cosines.
     """
     spec = layer.paged.spec
     rotate = Instruction(
@@ -55,7 +56,7 @@ def attention(paged: PagedLayer, settings: LayerSettings) -> Instruction:
 
 
 def normalization(norm: FusedRMSNorm, source: int, target: int, column: int = 0) -> Instruction:
-    """Return the instruction for a norm from one buffer to another, of columns from one on."""
+    """Return the instruction for a norm between two buffers, of the columns from `column` on."""
     return Instruction(
         kind=Kind.NORMALIZE,
         source=source,

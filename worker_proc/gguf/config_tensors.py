@@ -1,4 +1,4 @@
-"""The names of tensors whose values are in config.json; they are small."""
+"""The names of small tensors in GGUF files that transformers has as lists in config.json."""
 
 FREQUENCY_FACTORS = "rope_freqs.weight"
 """The divisors of the rotary frequencies in Llama-3.1 and its successors."""

@@ -1,6 +1,7 @@
-"""Keys of GGUF files that change nothing, or nothing with some values, where no code reads them.
+"""Keys of GGUF files that may be ignored, with the values for which llama.cpp ignores them, too.
 
-A file with another key, or another value, would be computed otherwise by llama.cpp, and is refused.
+They count only where no code reads them. With another key, or another value, llama.cpp would
+compute something else, and the file is refused.
 """
 
 import struct
@@ -10,11 +11,12 @@ from typing import Any
 from worker_proc.gguf.metadata import Metadata
 
 Values = Collection[Any]
+"""Values that change nothing; empty: none of all values changes anything."""
 _ANY: Values = ()
 _NOT_SCALED: Values = (0.0, 1.0)
 _SCALE, _WINDOW = "attention.scale", "attention.sliding_window"
 _NEUTRAL: Mapping[str, Values] = {
-    # Sizes, which the shapes of tensors have too, and what computes no logits.
+    # The shapes of tensors have these sizes, too; the others have no influence on logits.
     "embedding_length_out": _ANY,
     "expert_chunk_feed_forward_length": _ANY,
     "expert_feed_forward_length": _ANY,
@@ -23,7 +25,7 @@ _NEUTRAL: Mapping[str, Values] = {
     "tensor_data_layout": _ANY,
     "use_parallel_residual": _ANY,
     "vocab_size": _ANY,
-    # Of norms that these architectures do not have.
+    # These architectures do not have the norms to which these belong.
     "attention.group_norm_epsilon": _ANY,
     "attention.group_norm_groups": _ANY,
     "attention.layer_norm_epsilon": _ANY,
@@ -53,13 +55,13 @@ _NEUTRAL: Mapping[str, Values] = {
     "residual_scale": _NOT_SCALED,
     "router_logit_softcapping": (0.0,),
     "swin_norm": (False,),
-    # Of layers with a state: files of Granite-4 that have none state their sizes, too.
+    # Files of Granite-4 state these sizes even if no layer has a state.
     "ssm.conv_kernel": _ANY,
     "ssm.group_count": _ANY,
     "ssm.inner_size": _ANY,
     "ssm.state_size": _ANY,
     "ssm.time_step_rank": _ANY,
-    # Read where a kind of scaling has them.
+    # These are read if the file's kind of scaling has them.
     "rope.scale_linear": _ANY,
     "rope.scaling.alpha": _NOT_SCALED,
     "rope.scaling.attn_factor": (1.0,),
@@ -75,7 +77,7 @@ _NEUTRAL: Mapping[str, Values] = {
 
 
 def neutral_values(metadata: Metadata) -> Mapping[str, Values]:
-    """Return the values that change nothing, by their keys; no values: none does."""
+    """Return the values that change nothing, by their keys."""
     scales = [0.0]
     if _stated(metadata, _SCALE) is not None:
         scales += struct.unpack("<f", struct.pack("<f", metadata.head_size() ** -0.5))

@@ -32,9 +32,10 @@ def rounded_copy(weight: torch.Tensor, library: NativeLibrary, format: Format) -
 
 @contextmanager
 def computing_codes(modules: Iterable[nn.Module], *, of_rows: bool = True) -> Iterator[None]:
-    """Make linear layers compute with codes of their weights, and `of_rows`, within the context.
+    """Make linear layers compute with codes of their weights within the context.
 
-    They compute in float32, so that nothing but these codes is rounded.
+    With `of_rows`, they compute with codes of their rows, too. They compute in float32, so that
+    nothing but these codes is rounded.
     """
     linears = [module for module in modules if type(module) is nn.Linear]
     for module in linears:

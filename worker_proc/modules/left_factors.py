@@ -1,4 +1,4 @@
-"""Packs weights that a module multiplies by itself, without calling a linear layer.
+"""Packs weights that a module's own code multiplies, without calling a linear layer.
 
 Examples are the time steps of Mamba-1, `dt_proj.weight @ time_step.transpose(1, 2)`, and the gates
 of RecurrentGemma, `torch.baddbmm(bias, rows, weight)`. These weights are found by observation. They

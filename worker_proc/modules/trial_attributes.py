@@ -1,4 +1,4 @@
-"""Gives a module packed weights for a trial, and its own ones again if its results differ."""
+"""Tries packed weights in a module, which gets its own weights back if its results differ."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -12,10 +12,11 @@ from worker_proc.recurrent.rowwise import compute_rowwise
 def keeps_attributes(
     module: nn.Module, attributes: Mapping[str, Any], agrees: Callable[[], bool]
 ) -> bool:
-    """Give a module attributes in place of its parameters of the same names, if `agrees()` then.
+    """Replace a module's parameters by attributes of the same names, and try it by `agrees`.
 
-    Its elementwise functions are then computed row by row, too. Returns whether the module keeps
-    them; otherwise, or if its code fails with them, it is as before.
+    The module keeps them if `agrees()` is true; otherwise, or if its code fails with them, it is as
+    before. With them, its elementwise functions are computed row by row, too. Returns whether it
+    keeps them.
     """
     before = dict(module.__dict__)
     replaced = {

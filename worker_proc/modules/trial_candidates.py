@@ -27,8 +27,8 @@ def closest_candidate(
 ) -> tuple[int, Module] | None:
     """Return the candidate that is closest to `module`, if it agrees at every scale.
 
-    `proven` is the number of a candidate that is not tried. `quantile` is the share of rows whose
-    error counts.
+    `proven` is the number of the candidate to return without a trial; None: all are tried.
+    `quantile` is the share of rows whose error counts.
     """
     if proven is not None:
         return proven, candidates[proven]()

@@ -1,4 +1,4 @@
-"""The null runner's states in the form that stores use; each names its tokens."""
+"""The null runner's states in the form that stores use: the number and a digest of the tokens."""
 
 import struct
 from collections.abc import Sequence

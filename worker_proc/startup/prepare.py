@@ -100,10 +100,10 @@ def prepare_model(
     formats = formats_of(quantization, is_quantized=loaded.codes is not None)
     _pack(loaded, library, proofs, progress, role="fused", formats=formats, rounded=quantization)
     if draft is not None:
-        _pack(draft, library, proofs, progress, role="fused_draft")  # never rounded
+        _pack(draft, library, proofs, progress, role="fused_draft")  # drafts are not rounded
     if library is not None:
         for one in filter(None, (loaded, draft)):
-            compute_activations_rowwise(one.model)  # those that no kernel computes
+            compute_activations_rowwise(one.model)  # no kernel computes the remaining ones
     return_freed_memory()
     for directory in filter(None, (config.model.model, config.model.speculative_model)):
         release_mapped_pages(directory)
