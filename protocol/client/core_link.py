@@ -13,6 +13,7 @@ import asyncio
 import logging
 import os
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -53,6 +54,15 @@ log = logging.getLogger("troika.client")
 def _no_pid() -> int:
     """Return 0 instead of a pid: a pid of another machine would mean nothing to the core."""
     return 0
+
+
+def _abandon(context: SocketFactory, channel: DealerChannel) -> None:
+    """Close the sockets of a link that was freed without `close`.
+
+    A zmq.Context that is garbage together with its open sockets waits for them without end.
+    """
+    channel.close()
+    context.term()
 
 
 class UnreadableOutputs(NamedTuple):
@@ -199,14 +209,18 @@ class CoreLink:
     def _use(self, channel: DealerChannel) -> None:
         self._unlinked_s = 0.0
         self._channel = channel
+        self._finalizer = weakref.finalize(self, _abandon, self._context, channel)
+        self._finalizer.atexit = False  # pyzmq closes all sockets then
         self._fds = (channel.fd, int(channel.monitor.getsockopt(zmq.FD)))
         self._loop.add_reader(self._fds[0], self._on_readable)
         self._loop.add_reader(self._fds[1], self._on_link_events)
         self._loop.call_soon(self._on_link_events)
 
     def _close_channel(self) -> None:
-        for fd in self._fds:
-            self._loop.remove_reader(fd)
+        if not self._loop.is_closed():
+            for fd in self._fds:
+                self._loop.remove_reader(fd)
+        self._finalizer.detach()
         self._channel.close()
 
     def _forget_epoch(self) -> None:

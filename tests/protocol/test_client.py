@@ -1,6 +1,10 @@
 """AsyncEngineClient over a real socket: accepting, resending and giving up requests."""
 
 import asyncio
+import gc
+import os
+from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import msgspec
@@ -442,3 +446,28 @@ def test_close_fails_waiting_readers_and_aborts_in_the_core(core: FakeCore) -> N
         await core.until(lambda: core.aborted == [stream.request_id for stream in streams])
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("is_closed_late", [False, True])
+def test_a_client_whose_loop_was_closed_first_leaves_no_sockets(
+    is_closed_late: bool, tmp_path: Path
+) -> None:
+    """The garbage collector does not wait for them either, if nothing closes the client."""
+
+    async def start() -> AsyncEngineClient:
+        client = AsyncEngineClient(f"ipc://{tmp_path}/core")
+        await client.start()
+        return client
+
+    gc.collect()
+    before = len(os.listdir("/proc/self/fd"))
+    client = asyncio.run(start())
+    assert len(os.listdir("/proc/self/fd")) > before
+    if is_closed_late:
+        client.disconnect()
+    del client
+    collecting = Thread(target=gc.collect, daemon=True)
+    collecting.start()
+    collecting.join(TIMEOUT_S)
+    assert not collecting.is_alive()
+    assert len(os.listdir("/proc/self/fd")) == before
