@@ -231,7 +231,7 @@ class RequestOutput(Record):
     token_ids: TokenIds
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The id of `stop_token_ids` that ended it; None for EOS and other reasons."""
+    """The token that ended it, of `stop_token_ids` or an EOS token other than the model's first."""
     num_cached_tokens: Count | None = None
     """Prompt tokens found in the prefix cache; sent with the first output only."""
     logprobs: list[TokenLogprobs] | None = None

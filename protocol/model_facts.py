@@ -42,6 +42,7 @@ class ModelFacts(Record):
     num_gpu_blocks: Annotated[int, Meta(ge=2, lt=2**31)]
     """Blocks in the pool, NULL_BLOCK included."""
     eos_token_ids: Annotated[list[Annotated[int, Meta(ge=0, lt=2**31)]], Meta(max_length=64)]
+    """An output that ends with the first of them has no stop token id."""
     dtype: Text = ""
     device: Text = ""
     kv_groups: Annotated[list[KVGroup], Meta(min_length=1, max_length=64)] = field(

@@ -24,7 +24,7 @@ class OutputUpdate:
         speculation: Speculation,
         departures: Departures,
     ) -> None:
-        self._eos_token_ids = frozenset(options.eos_token_ids)
+        self._eos_token_ids = options.eos_token_ids
         self._queues = queues
         self._speculation = speculation
         self._departures = departures

@@ -1,5 +1,6 @@
 """What the scheduler reports of a request: the tokens of a step, its end, or its failure."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,9 +18,9 @@ class StepResult(msgspec.Struct, gc=False):
     new_token_ids: list[int]
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None
-    """The request's own stop token that ended it; None for EOS and all other reasons."""
+    """The token that ended it, other than the first EOS token; None for all other reasons."""
 
-    def check_stop(self, token_id: int, eos_token_ids: frozenset[int]) -> FinishReason | None:
+    def check_stop(self, token_id: int, eos_token_ids: Sequence[int]) -> FinishReason | None:
         """Set and return the reason if this last token ends it; stop tokens precede the length."""
         request, params = self.request, self.request.sampling_params
         is_eos = token_id in eos_token_ids
@@ -28,7 +29,8 @@ class StepResult(msgspec.Struct, gc=False):
         may_stop = is_complete or request.num_output_tokens >= params.min_tokens
         if may_stop and token_id in request.stop_token_ids:
             self.finish_reason = FinishReason.STOP
-            if not is_eos or (params.ignore_eos and params.grammar is None):
+            is_named = token_id != eos_token_ids[0] if is_eos else True
+            if is_named or (params.ignore_eos and params.grammar is None):
                 self.stop_token_id = token_id
         elif request.num_tokens >= request.max_num_tokens:
             self.finish_reason = FinishReason.LENGTH

@@ -82,8 +82,7 @@ class Harness:
             max_num_batched_tokens=budget,
             enable_prefix_caching=caching,
             max_steps_in_flight=depth,
-            eos_token_ids=(EOS,),
-            **config,  # type: ignore[arg-type]
+            **({"eos_token_ids": (EOS,)} | config),  # type: ignore[arg-type]
         )
         self.scheduler = Scheduler(options, offload)
         self.worker = make_worker(options, self._sample, self._guess)

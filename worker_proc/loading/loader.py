@@ -31,6 +31,7 @@ from worker_proc.gguf.files import GgufFiles
 from worker_proc.loading.checkpoint import INDEX_DTYPES, check_stored_dtypes, is_unused_buffer
 from worker_proc.loading.deferred_module import load_meta_kernels
 from worker_proc.loading.dense_activations import activate_dense_rows
+from worker_proc.loading.end_tokens import end_tokens
 from worker_proc.loading.frequencies import fix_frequencies
 from worker_proc.loading.inspection import (
     InspectedModel,
@@ -192,16 +193,18 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
     give_positions_of_rows(model, probed.layers)
     model = model.eval().requires_grad_(False)
     rescale(model)
+    vocab_size = inspected.text_config.vocab_size
+    if probed.num_logits:
+        vocab_size = min(vocab_size, probed.num_logits)
+    configured = _configured_eos(model, inspected.text_config)
     loaded = LoadedModel(
         model=model,
         layers=probed.layers,
         dtype=inspected.dtype,
         device=device,
-        vocab_size=min(
-            inspected.text_config.vocab_size, probed.num_logits or inspected.text_config.vocab_size
-        ),
+        vocab_size=vocab_size,
         model_len=inspected.model_len,
-        eos_token_ids=_eos_token_ids(model, inspected.text_config),
+        eos_token_ids=end_tokens(checked.directory, configured, vocab_size),
         codes=None if files is None else files.report,
         kind=inspected.kind,
         pooling=_pooling(inspected),
@@ -364,9 +367,6 @@ def _release_unused(model: PreTrainedModel, used: frozenset[str]) -> None:
             setattr(model.get_submodule(path), leaf, nn.Parameter(parameter.to("meta")))
 
 
-def _eos_token_ids(model: PreTrainedModel, text_config: PretrainedConfig) -> list[int]:
+def _configured_eos(model: PreTrainedModel, text_config: PretrainedConfig) -> object:
     eos = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    if eos is None:
-        eos = getattr(text_config, "eos_token_id", None)
-    ids = eos if isinstance(eos, list) else [eos]
-    return [token_id for token_id in ids if token_id is not None and token_id >= 0]
+    return getattr(text_config, "eos_token_id", None) if eos is None else eos

@@ -34,6 +34,22 @@ def test_stop_tokens_come_before_the_length(
     assert request.stop_token_id == stop_token_id
 
 
+@pytest.mark.parametrize(
+    ("params", "kept", "stop_token_id"),
+    [({}, 2, 7), ({"ignore_eos": True, "max_tokens": 3}, 3, None), ({"min_tokens": 3}, 3, None)],
+)
+def test_every_eos_token_but_the_first_is_the_stop_token(
+    params: dict[str, object], kept: int, stop_token_id: int | None
+) -> None:
+    """Such as the end of a message that calls a tool; vLLM reports it, too."""
+    tokens = [10, 7, EOS]
+    bench = Harness(script={"a": tokens}, eos_token_ids=(EOS, 7))
+    request = bench.add("a", 5, params=SamplingParams(**params))  # type: ignore[arg-type]
+    bench.run()
+    assert bench.outputs["a"] == tokens[:kept]
+    assert request.stop_token_id == stop_token_id
+
+
 def test_the_model_length_ends_a_request_with_its_last_token_delivered() -> None:
     bench = Harness(max_model_len=40)
     bench.add("a", 36)
