@@ -211,8 +211,11 @@ class ApiState:
         return name is None or name in (*self.model_names, model.model, model.shown_model)
 
     def require_model(self, name: str | None) -> Adapter | None:
-        """Return the adapter that a name stands for, None for the model alone, or raise a 404."""
-        if name is None or self.is_base_model(name):
+        """Return the adapter that a name stands for, None for the model alone, or raise a 404.
+
+        No name and an empty one stand for the model.
+        """
+        if not name or self.is_base_model(name):
             return None
         named = self.adapters.find(name)
         if named is not None:
@@ -230,7 +233,7 @@ class ApiState:
 
     def shown_model(self, name: str | None) -> str:
         """Return the name in the response to a request that was accepted for a model."""
-        return self.model_name if name is None or self.is_base_model(name) else name
+        return self.model_name if not name or self.is_base_model(name) else name
 
     def set_health(self, health: Health) -> None:
         self._health = health

@@ -41,7 +41,7 @@ class _Turn:
 
     def message(self) -> ChatMessage:
         return ChatMessage(
-            role=self.role,  # type: ignore[arg-type]
+            role=self.role,
             content="\n".join(self.texts),
             name=self.name,
             tool_call_id=self.tool_call_id,

@@ -59,7 +59,8 @@ class MessageToolCall(msgspec.Struct, frozen=True):
 
 
 class ChatMessage(msgspec.Struct):
-    role: Literal["system", "developer", "user", "assistant", "tool"]
+    role: Annotated[str, Meta(min_length=1, max_length=64)]
+    """The chat template decides which ones it knows; `developer` is another name of `system`."""
     content: str | list[ContentPart] | None = None
     name: str | None = None
     tool_call_id: str | None = None

@@ -19,7 +19,7 @@ def choices(reason: str, kind: Any, path: str) -> str | None:
     Args:
         reason: msgspec's error about a value.
         kind: what was decoded; None: not known.
-        path: of the field, as `messages[0].role`.
+        path: of the field, as `tools[0].type`.
     """
     wrong = _WRONG.fullmatch(reason)
     if kind is None or not (wrong or reason.startswith(_OTHER_FORM)):

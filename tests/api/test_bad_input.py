@@ -167,7 +167,7 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     (CHAT, chat(messages=["x"]), "messages[0]", "invalid_value"),
     (
         CHAT,
-        chat(messages=[{"role": "king", "content": "x"}]),
+        chat(messages=[{"role": "", "content": "x"}]),
         "messages[0].role",
         "invalid_value",
     ),
@@ -393,9 +393,11 @@ def test_messages_name_the_values_of_a_choice(http: httpx.Client) -> None:
     def message(**fields: Any) -> str:
         return str(http.post(CHAT, json=chat(**fields)).json()["error"]["message"])
 
-    roles = "assistant, developer, system, tool, user"
-    found = message(messages=[{"role": "user", "content": "a"}, {"role": "foo", "content": "x"}])
-    assert found == f"messages[1].role: 'foo' is not one of {roles}"
+    calls = [{"type": "foo", "function": {"name": "f"}}]
+    found = message(
+        messages=[{"role": "user", "content": "a"}, {"role": "assistant", "tool_calls": calls}]
+    )
+    assert found == "messages[1].tool_calls[0].type: 'foo' is not one of function"
     found = message(reasoning_effort="weird")
     assert found.startswith("reasoning_effort: 'weird' is not one of high, low, ")
     found = message(response_format={"type": "yaml"})

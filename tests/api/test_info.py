@@ -177,6 +177,26 @@ def test_the_root_of_a_model_is_what_was_asked_for() -> None:
         assert httpx.post(live.url + "/v1/completions", json=body).json()["model"] == "chat"
 
 
+def test_the_template_decides_on_the_roles_of_messages(http: httpx.Client) -> None:
+    """Some templates have roles of their own, such as `document` or `ipython`."""
+    messages = [{"role": "document 1", "content": "x"}, {"role": "user", "content": "y"}]
+    answer = http.post("/apply-template", json={"messages": messages}).json()
+    assert answer == {"prompt": "document 1: x\nuser: y\nassistant: "}
+    assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    for role in ("", "x" * 65, 5, None):
+        refused = http.post("/apply-template", json={"messages": [{"role": role, "content": "x"}]})
+        assert refused.json()["error"]["param"] == "messages[0].role"
+
+
+def test_an_empty_name_stands_for_the_model(http: httpx.Client) -> None:
+    """As in vLLM: programs send it where no model is set."""
+    body = {"model": "", "prompt": "x", "max_tokens": 1}
+    named = {name: http.post("/v1/completions", json=body | {"model": name}) for name in ("", None)}
+    assert named[""].status_code == 200
+    assert named[""].json()["model"] == named[None].json()["model"]
+    assert http.post("/tokenize", json={"model": "", "prompt": "x"}).status_code == 200
+
+
 def test_detokenize_returns_the_text_that_was_tokenized(http: httpx.Client) -> None:
     body = {"prompt": "hi é", "return_token_strs": True}
     tokenized = http.post("/tokenize", json=body).json()
