@@ -71,7 +71,7 @@ def pack_codes(
     scales, grouping = _grouping(weight, gates=gates)
     return PackedWeight(
         panels=words.reshape(-1) if is_part else huge_pages.copy_of(words),
-        scales=_by_group(scales, gates=gates),
+        scales=scales,
         bias=None if bias is None else packed_bias(bias, gates=gates),
         num_inputs=num_inputs,
         num_units=width * dtype.itemsize // 4,
@@ -82,35 +82,36 @@ def pack_codes(
 
 
 def _grouping(weight: QuantizedWeight, *, gates: bool) -> tuple[torch.Tensor, Grouping]:
-    """Return the scales in the type in which they are packed, and the other numbers of groups."""
+    """Return the packed scales, and the other numbers of groups."""
     width = -(-weight.codes.shape[1] // TILE_INPUTS) * TILE_INPUTS
     group_inputs = min(weight.group_size, width)
     if group_inputs != _MIN_GROUP_INPUTS:
         group_inputs = -(-group_inputs // TILE_INPUTS) * TILE_INPUTS
+
+    def packed(values: torch.Tensor, inputs_of_each: int = group_inputs) -> torch.Tensor:
+        return _by_group(values, -(-width // inputs_of_each), gates=gates)
+
     zero = int(weight.zeros.flatten()[0])
     grouping = Grouping(None, zero, group_inputs, table=weight.table)
     if not bool((weight.zeros == zero).all()):
-        zeros = _by_group(weight.zeros.to(torch.uint8), gates=gates)
-        grouping = grouping._replace(zeros=zeros, zero=0)
+        grouping = grouping._replace(zeros=packed(weight.zeros.to(torch.uint8)), zero=0)
     scales, minimums = weight.scales, weight.minimums
     if weight.kind is CodeKind.FP8:
         scales = scales * _E4M3_FACTOR
     if (multiples := weight.scale_multiples) is not None:
-        per_section = multiples.codes.shape[1] // multiples.units.shape[1]
+        section_inputs = multiples.codes.shape[1] // multiples.units.shape[1] * group_inputs
         grouping = grouping._replace(
-            scale_units=_by_group(multiples.units, gates=gates),
-            section_inputs=per_section * group_inputs,
+            scale_units=packed(multiples.units, section_inputs), section_inputs=section_inputs
         )
         if (lows := weight.minimum_multiples) is not None:
             grouping = grouping._replace(
-                minimums=_by_group(lows.codes, gates=gates),
-                minimum_units=_by_group(lows.units, gates=gates),
+                minimums=packed(lows.codes), minimum_units=packed(lows.units, section_inputs)
             )
-        return multiples.codes, grouping
+        return packed(multiples.codes), grouping
     scales = scales.to(_scale_type(scales, minimums))
     if minimums is not None:
-        minimums = _by_group(minimums.to(scales.dtype), gates=gates)
-    return scales, grouping._replace(minimums=minimums)
+        minimums = packed(minimums.to(scales.dtype))
+    return packed(scales), grouping._replace(minimums=minimums)
 
 
 class CannotJoin(Exception):
@@ -217,8 +218,12 @@ def _words(codes: torch.Tensor, kind: CodeKind, width: int) -> torch.Tensor:
     return codes.contiguous().view(torch.int32)
 
 
-def _by_group(values: torch.Tensor, *, gates: bool) -> torch.Tensor:
-    """Return `[pairs, groups, 2, 16]` of `[num_outputs, groups]`, flat."""
+def _by_group(values: torch.Tensor, num_groups: int, *, gates: bool) -> torch.Tensor:
+    """Return `[pairs, num_groups, 2, 16]` of `[num_outputs, groups]`, flat.
+
+    The last tile may have a group without inputs, whose values are 0.
+    """
+    values = pad(values, (0, num_groups - values.shape[1]))
     return by_panels(values, gates=gates).permute(0, 3, 1, 2).reshape(-1).contiguous()
 
 

@@ -32,7 +32,7 @@ CASES = (
     Case(CodeKind.INT4, (70, 200), 32, torch.float32, has_zeros=True),
     Case(CodeKind.INT4, (70, 200), 32, torch.bfloat16, has_zeros=True),
     Case(CodeKind.INT4, (96, 160), 32, has_minimums=True),
-    Case(CodeKind.INT8, (70, 96), 16),
+    Case(CodeKind.INT8, (70, 80), 16),
     Case(CodeKind.NF4, (96, 192), 64, torch.float32),
     Case(CodeKind.FP4, (70, 256), 32, torch.float32),
     Case(CodeKind.NF4, (34, 300), 300),
