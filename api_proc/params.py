@@ -5,12 +5,13 @@ from bisect import bisect_right
 from api_proc.bodies import SamplingBody
 from api_proc.errors import invalid
 from api_proc.text.checkpoint import SamplingDefaults
-from api_proc.text.tokenizer import EncodeOptions, TextTokenizer
+from api_proc.text.tokenizer import EncodeOptions, TextTokenizer, TooManyTokens
 from protocol.api_core import ErrorCode
 from protocol.model_facts import ModelFacts
 from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams, ThinkingBudget
 
 MAX_WORD_TOKENS = 1024
+"""Most tokens in one bad word."""
 MAX_BAD_TOKENS = 4096
 """Most tokens in all bad words of a request. Each of up to 128 sequences has its own list in the
 API, the core and the worker, in which a token takes 36 bytes."""
@@ -65,14 +66,18 @@ def sampling_params(
 def bad_word_ids(words: list[str], tokenizer: TextTokenizer) -> list[list[int]]:
     """Return the token sequences that spell these words, at the start of a text and after a space.
 
-    A sequence that ends in another one needs no separate entry. ApiError: they have more than
-    `MAX_BAD_TOKENS` together.
+    A sequence that ends in another one needs no separate entry. ApiError: a word has more than
+    `MAX_WORD_TOKENS`, or all of them have more than `MAX_BAD_TOKENS`.
     """
     options = EncodeOptions(add_special_tokens=False, max_tokens=MAX_WORD_TOKENS)
     sequences: list[list[int]] = []
     num_tokens = 0
     for word in words:
-        plain, spaced = (tokenizer.encode(before + word.lstrip(), options) for before in ("", " "))
+        try:
+            plain, spaced = (tokenizer.encode(each + word.lstrip(), options) for each in ("", " "))
+        except TooManyTokens as error:
+            message = f"have a word of {error.num_tokens} tokens, more than {MAX_WORD_TOKENS}"
+            raise invalid("bad_words", message) from error
         found = [plain] if spaced[-len(plain) :] == plain else [plain, spaced]
         num_tokens += sum(map(len, found))
         if num_tokens > MAX_BAD_TOKENS:

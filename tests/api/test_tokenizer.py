@@ -292,3 +292,5 @@ def test_the_tokens_of_bad_words_are_bounded() -> None:
     assert len(bad_word_ids([word] * count, tokenizer)) >= count
     with pytest.raises(ApiError, match=r"^bad_words: have more than 4096 tokens"):
         bad_word_ids([word] * (count + 1), tokenizer)
+    with pytest.raises(ApiError, match=r"^bad_words: have a word of 1025 tokens, more than 1024"):
+        bad_word_ids(["\U0001f600" * 256], tokenizer)  # 1,024 bytes after a space
