@@ -1,7 +1,7 @@
 """The worker's mirror of the running set: full data once, then only what changed.
 
 It applies the rules of `protocol/core_worker.py` and checks every delta, so the first step that
-contradicts the mirror raises an error. It holds no tensors: both runners use it.
+contradicts the mirror raises an error. It holds no tensors, and every runner uses it.
 """
 
 from array import array
