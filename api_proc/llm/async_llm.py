@@ -111,6 +111,13 @@ class AsyncLLM:
         request = PromptRequest(name, tokens, SamplingParams(), 0, priority, pooling, adapter)
         return await engine.embed(request)
 
+    async def check_health(self) -> None:
+        """Raise EngineFailed if the engine's processes have ended, which needs another AsyncLLM.
+
+        The replacement of a dead worker or core is not a failure.
+        """
+        self._processes.check()
+
     async def abort(self, request_id: str | Iterable[str]) -> None:
         """End requests with the finish reason abort; ids that are not open are ignored."""
         for name in [request_id] if isinstance(request_id, str) else request_id:

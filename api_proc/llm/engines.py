@@ -6,7 +6,7 @@ from typing import Protocol, Unpack
 
 from protocol.api_core import EngineStats, ErrorCode, RequestError, RequestOutput
 from protocol.client import ReplicatedClient, ReplicatedOptions
-from protocol.client.errors import failure_of
+from protocol.client.errors import EngineFailed, failure_of
 from protocol.client.ledger import RequestOptions
 from protocol.client.request_stream import RequestStream
 from protocol.config import EngineConfig
@@ -54,6 +54,9 @@ class ProcessEngine:
         self._config = config
         self._processes: EngineProcesses | None = None
         self._client: ReplicatedClient | None = None
+        self._watched_pidfd = -1
+        self._has_ended = False
+        """True if no process is left, and no other engine can continue the requests."""
 
     @property
     def run_dir(self) -> str:
@@ -75,7 +78,9 @@ class ProcessEngine:
         num_checks = 0
         while num_checks * _CHECK_S < timeout_s:
             try:
-                return await self._client.wait_ready(_CHECK_S)
+                facts = await self._client.wait_ready(_CHECK_S)
+                self._watch(self._processes.pidfd)
+                return facts
             except TimeoutError:
                 self._processes.check()
             num_checks += not self._processes.is_fetching
@@ -88,9 +93,44 @@ class ProcessEngine:
         **options: Unpack[RequestOptions],
     ) -> RequestStream:
         assert self._client is not None
+        if self._has_ended:
+            self.check()
         return self._client.submit(prompt_token_ids, params, **options)
 
+    def check(self) -> None:
+        """Raise EngineFailed, with the reason, if the processes have ended by themselves."""
+        if self._processes is None:
+            return
+        try:
+            self._processes.check()
+        except EngineStartError as error:
+            reason = f"the engine's processes have ended: {error}"[:MAX_TEXT]
+            raise EngineFailed(RequestError(ErrorCode.ENGINE_FAILED, reason)) from None
+
+    def _watch(self, pidfd: int) -> None:
+        """Fail requests when the supervisor ends, unless another engine may continue them."""
+        is_only = not self._config.parallel.replica_addresses
+        if self._config.run.run_dir is None and is_only:
+            self._watched_pidfd = pidfd
+            asyncio.get_running_loop().add_reader(pidfd, self._on_end)
+
+    def _unwatch(self) -> None:
+        if self._watched_pidfd >= 0:
+            asyncio.get_running_loop().remove_reader(self._watched_pidfd)
+            self._watched_pidfd = -1
+
+    def _on_end(self) -> None:
+        self._unwatch()
+        self._has_ended = True
+        try:
+            self.check()
+        except EngineFailed as failure:
+            assert self._client is not None
+            for client in self._client.clients:
+                client.requests.fail_all(failure.error)
+
     async def disconnect(self) -> None:
+        self._unwatch()
         if self._client is not None:
             await self._client.close()
 

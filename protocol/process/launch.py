@@ -97,6 +97,11 @@ class EngineProcesses:
         return core_addresses(self.run_dir, self._num_replicas)
 
     @property
+    def pidfd(self) -> int:
+        """A descriptor that is readable once the supervisor has ended; valid until `close`."""
+        return -1 if self._child is None else self._child.pidfd
+
+    @property
     def is_fetching(self) -> bool:
         """Whether a model is being fetched from a hub; no other process has been started yet."""
         return self._child is not None and fetching_file(self.run_dir, self._child.pid).exists()

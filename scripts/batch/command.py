@@ -24,6 +24,7 @@ from scripts.batch.files import BatchError, Output, Request, custom_ids, request
 from scripts.batch.sender import Sender, Server
 
 _POLL_S = 0.1
+_LINE_INTERVAL_S = 10.0
 _ADDRESS = frozenset(
     {"host", "port", "uds", "api_key", "api_key_file"}
     | {"ssl_certfile", "ssl_keyfile", "ssl_ca_certs"}
@@ -114,14 +115,34 @@ def _run(arguments: argparse.Namespace, config: EngineConfig) -> int:
         batch = Batch(requests(arguments.input), output)
         if num_before < len(wanted):
             server = _server(arguments, config, stack)
-            with tqdm(total=len(wanted), initial=num_before, unit="line", disable=None) as bar:
-                batch.run(server, min(arguments.concurrency, len(wanted) - num_before), bar.update)
+            with _progress(len(wanted), num_before) as on_answers:
+                batch.run(server, min(arguments.concurrency, len(wanted) - num_before), on_answers)
     print(
         f"{len(wanted)} lines: {batch.num_answered} answered, {batch.num_errors} of these with an "
         f"error, {num_before} answered before, {batch.num_retries} retries",
         file=sys.stderr,
     )
     return 0
+
+
+@contextlib.contextmanager
+def _progress(num_lines: int, num_before: int) -> Iterator[Callable[[int], object]]:
+    """Show the number of answered lines: a bar in a terminal, and otherwise a line now and then."""
+    with tqdm(total=num_lines, initial=num_before, unit="line", disable=None) as bar:
+        if not bar.disable:
+            yield bar.update
+            return
+    num_answered = num_before
+    next_line_at = time.monotonic() + _LINE_INTERVAL_S
+
+    def on_answers(num_more: int) -> None:
+        nonlocal num_answered, next_line_at
+        num_answered += num_more
+        if time.monotonic() >= next_line_at:
+            print(f"{num_answered} of {num_lines} lines answered", file=sys.stderr, flush=True)
+            next_line_at = time.monotonic() + _LINE_INTERVAL_S
+
+    yield on_answers
 
 
 def _server(arguments: argparse.Namespace, config: EngineConfig, stack: ExitStack) -> Server:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import Raw
 
-from scripts.batch import files
+from scripts.batch import command, files
 from scripts.batch.command import main
 from scripts.batch.files import Answer, BatchError, Output, Request, Response, custom_ids
 from scripts.batch.sender import Sender, Server
@@ -251,6 +251,19 @@ def test_second_run_sends_only_what_is_missing(
     assert [row["response"]["status_code"] for row in rows] == [200, 400, 200, 200, 200]
     assert run(tmp_path, *flags) == 0
     assert len(handler.seen) == 6
+
+
+def test_progress_without_a_terminal_is_printed_as_lines(
+    tmp_path: Path,
+    handler: Any,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "_LINE_INTERVAL_S", 0.0)
+    (tmp_path / "in.jsonl").write_text("".join(map(line, "abc")))
+    handler.script += [(200, "{}")] * 3
+    assert run(tmp_path, "--base-url", handler.url, "--concurrency", "1") == 0
+    assert "3 of 3 lines answered\n" in capsys.readouterr().err
 
 
 def test_files_may_be_named_by_options(

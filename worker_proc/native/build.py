@@ -202,8 +202,9 @@ def build_all_targets(directory: Path) -> list[Path]:
         raise RuntimeError(f"there are targets for x86_64 only, and this is {platform.machine()}")
     directory.mkdir(parents=True, exist_ok=True)
     paths = []
-    for target in TARGETS:
+    for number, target in enumerate(TARGETS, 1):
         path = directory / _file_name(target)
+        print(f"compiling {path.name}, {number} of {len(TARGETS)}", file=sys.stderr, flush=True)
         if not path.exists():
             flags = (*PORTABLE, *target.flags)
             _compile(flags, path, target.needs, WHEEL_COMPILE_TIMEOUT_S)

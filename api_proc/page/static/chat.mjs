@@ -101,8 +101,7 @@ export class ChatView {
     this.#setBusy(false);
     this.#conversation.save();
     this.refresh();
-    const end = message.error ?? (message.isStopped ? "stopped" : "complete");
-    this.#elements.announcer.textContent = `Answer ${end}: ${message.content.slice(0, MAX_ANNOUNCED)}`;
+    this.#elements.announcer.textContent = announcement(message);
   }
 
   // Read one answer; false: the model has no chat template, and its text is to be continued.
@@ -262,6 +261,13 @@ function part(body, name, create) {
   element.dataset.part = name;
   body.append(element);
   return element;
+}
+
+// What a screen reader says at the end of an answer.
+function announcement({ content, error, isStopped, reasoning }) {
+  if (error) return `The answer has failed: ${error}`;
+  const text = (content || reasoning || "").slice(0, MAX_ANNOUNCED);
+  return `Answer ${isStopped ? "stopped" : "complete"}: ${text}`;
 }
 
 function describe(message) {

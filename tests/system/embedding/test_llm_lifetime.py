@@ -13,7 +13,8 @@ from contextlib import aclosing
 import pytest
 
 from api_proc.llm import LLM, AsyncLLM, Pooling, PoolingType, RequestOutputKind, SamplingParams
-from protocol.client.errors import InvalidRequest, RequestFailed
+from protocol.client.errors import EngineFailed, InvalidRequest, RequestFailed
+from protocol.lifecycle import Role
 from scripts.testing import eventually
 from tests.paths import ROOT
 from tests.system import host_state
@@ -185,6 +186,31 @@ def test_start_that_is_cancelled_leaves_no_process() -> None:
         return llm.run_dir
 
     assert not os.path.exists(asyncio.run(main()))
+
+
+def test_requests_fail_soon_after_the_supervisor_is_killed() -> None:
+    """No other process can continue them, so nothing waits until the stall timeout."""
+
+    async def main() -> None:
+        async with AsyncLLM("null", **SETTINGS) as llm:
+            open_end = llm.generate([5], LONG)
+            await anext(open_end)
+            await llm.check_health()
+            processes = llm._processes._processes
+            assert processes is not None
+            status = await asyncio.to_thread(processes.status)
+            assert status is not None
+            [pid] = [row.pid for row in status.processes if row.role is Role.SUPERVISOR]
+            os.kill(pid, signal.SIGKILL)
+            async with asyncio.timeout(30):
+                with pytest.raises(EngineFailed, match="supervisor ended with status -9"):
+                    _ = [output async for output in open_end]
+                with pytest.raises(EngineFailed, match="supervisor ended with status -9"):
+                    await anext(llm.generate([6], LONG))
+            with pytest.raises(EngineFailed, match="supervisor ended with status -9"):
+                await llm.check_health()
+
+    asyncio.run(main())
 
 
 def test_engine_ends_with_its_object_and_with_its_program() -> None:
