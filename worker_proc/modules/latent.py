@@ -26,6 +26,7 @@ from worker_proc.attention.latent_products import (
 )
 from worker_proc.attention.native import can_attend
 from worker_proc.attention.probed_layer import ProbedLayer
+from worker_proc.errors import UnsupportedModel, describe
 from worker_proc.kv.kv_groups import LayerSpec
 from worker_proc.loading.deferred_module import make_generator
 from worker_proc.loading.loaded_model import LoadedModel
@@ -180,7 +181,13 @@ def _prove(
     with transformers_attention(loaded.model), own_forwards(loaded.model):
         calls = _record_calls(loaded, layers[0].module)
         for layer in layers if calls else ():
-            rotation = _rotation_of(layer, calls, library)
+            try:
+                rotation = _rotation_of(layer, calls, library)
+            except RuntimeError as error:
+                name = f"{loaded.model.config.model_type}: {layer.name}"
+                raise UnsupportedModel(
+                    f"{name} fails in transformers ({describe(error)})"
+                ) from error
             if rotation is None:
                 break
             proven[layer.name] = rotation

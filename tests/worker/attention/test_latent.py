@@ -122,6 +122,17 @@ def test_modules_that_depend_on_more_than_rows_and_angles_stay(name: str, tmp_pa
     assert same is loaded
 
 
+def test_heads_that_transformers_cannot_compute_are_refused(tmp_path: Path) -> None:
+    """MiniCPM3 repeats keys by `num_key_value_heads`, but projects as many as queries."""
+    config = next(a for a in LATENT if a.name == "minicpm3").config()
+    config.num_key_value_heads = 1
+    build_checkpoint(tmp_path, config)
+    loaded = load(tmp_path)
+    name = r"minicpm3: model\.layers\.0\.self_attn"
+    with pytest.raises(UnsupportedModel, match=f"^{name} fails in transformers \\(RuntimeError: "):
+        install_latent(loaded, None)
+
+
 @pytest.mark.skipif(compiler() is None, reason="no C++ compiler")
 def test_modules_with_an_indexer_are_replaced_in_bfloat16(tmp_path: Path) -> None:
     """The float32 copy that is tried has an indexer of its own."""
