@@ -60,6 +60,18 @@ def random_weight(shape: tuple[int, int]) -> torch.Tensor:
     return weight.bfloat16()
 
 
+@pytest.fixture
+def is_fused(request: pytest.FixtureRequest) -> bool:
+    """Whether the kernels add a product without rounding it first."""
+    return bool(request.node.callspec.params["kernels"] != "without_fma")
+
+
+def multiplied(x: torch.Tensor, y: torch.Tensor, *, is_fused: bool) -> torch.Tensor:
+    """Return products in float64; unless they are fused with an addition, rounded to float32."""
+    products = x.double() * y.double()
+    return products if is_fused else products.float().double()
+
+
 def weight_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes in float64, and scales: those of the weights of w8a16."""
     greatest = weight.float().abs().amax(1, keepdim=True)
@@ -69,22 +81,25 @@ def weight_codes(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scale
 
 
-def row_codes(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def row_codes(rows: torch.Tensor, *, is_fused: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
     """Return codes in float64, and scales: NaN for rows with values that are not finite."""
     greatest = rows.float().abs().amax(1, keepdim=True)
     is_something = greatest > NOTHING
     inverse = (torch.tensor(127.0) / greatest).where(is_something, 0.0)
-    codes = (rows.double() * inverse).round()
+    codes = multiplied(rows, inverse, is_fused=is_fused).round()
     scale = (greatest / 127).where(is_something, 0.0)
     is_finite = rows.isfinite().all(1, keepdim=True)
     return codes.where(is_finite, 0.0), scale.where(is_finite, torch.nan)
 
 
-def expected(weight: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def expected(
+    weight: torch.Tensor, rows: torch.Tensor, bias: torch.Tensor, *, is_fused: bool = True
+) -> torch.Tensor:
     """Return the products in float32, rounded where the kernels round."""
-    (codes, scale), (coded, weight_scale) = row_codes(rows), weight_codes(weight)
+    codes, scale = row_codes(rows, is_fused=is_fused)
+    coded, weight_scale = weight_codes(weight)
     whole = (codes @ coded.t()).float() * weight_scale.t()
-    return (whole.double() * scale.double() + bias.double()).float()
+    return (multiplied(whole, scale, is_fused=is_fused) + bias.double()).float()
 
 
 def same(want: torch.Tensor, found: torch.Tensor) -> bool:
@@ -96,13 +111,13 @@ def same(want: torch.Tensor, found: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_have_the_bits_of_the_formula(
-    shape: tuple[int, int], kernels: NativeLibrary
+    shape: tuple[int, int], kernels: NativeLibrary, is_fused: bool
 ) -> None:
     """The number of rows is any: a row does not depend on the others, NaN or not."""
     weight, rows = random_weight(shape), random_rows(max(NUM_ROWS), shape[1])
     bias = torch.randn(shape[0]).bfloat16()
     packed = kernels.packer.pack(weight, bias, Format.INT8_FOR_CODES)
-    want = expected(weight, rows, bias).bfloat16()
+    want = expected(weight, rows, bias, is_fused=is_fused).bfloat16()
     assert want.isnan().any(1).nonzero().flatten().tolist() == [NAN, INFINITE]
     for zeros in (ZEROS, MINUS_ZEROS, TINY):
         assert torch.equal(want[zeros], bias)
@@ -112,13 +127,15 @@ def test_products_have_the_bits_of_the_formula(
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gates_have_the_bits_of_the_formula(shape: tuple[int, int], kernels: NativeLibrary) -> None:
+def test_gates_have_the_bits_of_the_formula(
+    shape: tuple[int, int], kernels: NativeLibrary, is_fused: bool
+) -> None:
     """The activation is what the kernels compute alone."""
     weight, rows = random_weight(shape), random_rows(40, shape[1])
     half, bias = shape[0] // 2, torch.randn(shape[0]).bfloat16()
     packed = kernels.packer.pack(weight, bias, Format.INT8_FOR_CODES, gates=True)
     instruction = projection(packed, epilogue=Epilogue.ACTIVATE, activation=Activation.SILU)
-    products = expected(weight, rows, bias).bfloat16()
+    products = expected(weight, rows, bias, is_fused=is_fused).bfloat16()
     opened = kernels.activate(products[:, :half], Activation.SILU)
     want = (opened.float() * products[:, half:].float()).bfloat16()
     for num_rows in (1, 7, 33, 40):
