@@ -23,7 +23,8 @@ class RequestStream:
     """The tokens of one request: an asynchronous iterator of `RequestOutput`.
 
     Unread outputs are merged, so a slow reader gets fewer of them. The last output has a
-    `finish_reason`. A refused or failed request raises `RequestFailed`. As a context manager it
+    `finish_reason`. A refused or failed request raises `RequestFailed`. One task may wait for
+    outputs at a time; in a second one, the iteration raises RuntimeError. As a context manager it
     aborts the request when its block is left: a reader that only stops iterating leaves the request
     running.
     """
@@ -60,6 +61,9 @@ class RequestStream:
         self.cancel()
 
     async def __anext__(self) -> RequestOutput:
+        """Wait for new tokens; RuntimeError: another task waits for this stream's tokens."""
+        if self._waiter is not None:
+            raise RuntimeError("another task already waits for the outputs of this request")
         while not self._pending:
             if self._error is not None:
                 raise self._error

@@ -53,6 +53,21 @@ def test_nothing_is_lost_however_late_it_is_read(num_outputs: int, with_logprobs
     asyncio.run(play())
 
 
+def test_a_second_task_that_waits_for_outputs_gets_an_error() -> None:
+    async def play() -> None:
+        stream = RequestStream(1, lambda request_id: None)
+        first = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)  # it waits now
+        with pytest.raises(RuntimeError, match="another task"):
+            await anext(stream)
+        stream.deliver(arriving(0, [5], finish_reason=FinishReason.LENGTH))
+        assert (await asyncio.wait_for(first, 5)).token_ids == [5]
+        with pytest.raises(StopAsyncIteration):
+            await anext(stream)
+
+    asyncio.run(play())
+
+
 def test_unread_tokens_cost_four_bytes_each() -> None:
     stream = RequestStream(1, lambda request_id: None)
     num_tokens = 20_000
