@@ -7,6 +7,7 @@ from core_proc.kv.kv_cache import KVCacheManager, prefix_root
 from core_proc.kv.tables import live_blocks
 from core_proc.request import BLOCKED, Request, RequestStatus
 from core_proc.scheduler import Scheduler
+from core_proc.scheduling.answer_size import MAX_ROW_BYTES, row_bytes
 from protocol.core_worker import NULL_BLOCK
 
 
@@ -19,6 +20,8 @@ def check_invariants(scheduler: Scheduler) -> None:
     assert scheduler.largest_step <= max(options.token_budget, stretched)
     assert scheduler.num_accepted == scheduler.num_ended + len(scheduler.requests)
     assert len(running) <= options.max_num_seqs
+    num_row_bytes = sum(row_bytes(request.sampling_params) for request in running)
+    assert scheduler.queues.num_row_bytes == num_row_bytes <= MAX_ROW_BYTES
     assert len(scheduler.in_flight) <= options.max_steps_in_flight
     assert len(waiting) == scheduler.num_waiting
     assert len(running) + len(waiting) == len(scheduler.requests)

@@ -159,7 +159,8 @@ class Scheduler:
             if may_hold_back and self.speculation.holds_back(len(self.running)):
                 return None
             self.speculation.limits.review(self.running)
-        step = ScheduledStep(self._token_budget, self._threshold())
+        num_row_bytes = self.queues.num_row_bytes
+        step = ScheduledStep(self._token_budget, self._threshold(), num_row_bytes)
         if self.prompt_budget.is_on:
             num_decoding = sum(map(self._decodes, self.running))
             step.prompt_left = self.prompt_budget.num_tokens(num_decoding)

@@ -68,6 +68,7 @@ class Grants:
         num_new = num_left
         if num_left == 1 and request.num_draft_tokens:
             room = step.budget - 1 - step.num_behind
+            room = step.limit_drafts(request, room)
             num_new += self._speculation.num_drafts(request, self._kv, room)
         if num_new <= 1 and request.sampling_params.pooling is None:
             return 1
@@ -100,12 +101,11 @@ class Grants:
         computed = request.num_computed_tokens = before + num_new
         num_quiet, num_ahead = 0, computed - request.num_tokens
         if num_ahead >= 0:
-            step.sampling.append(request)
-            if request.sampling_params.pooling is not None:
-                step.num_pooled += 1
+            is_known = before < request.num_tokens  # else it is ahead by pending tokens
+            num_drafts = num_ahead if is_known else 0
+            step.add_sampling(request, num_drafts)
             if self._speculation.is_on:
-                is_known = before < request.num_tokens  # else it is ahead by pending tokens
-                self._speculation.granted(request, num_ahead if is_known else 0)
+                self._speculation.granted(request, num_drafts)
             if self._speculation.is_quiet(request) and not self._stages.is_on:
                 num_quiet = min(self._kv.num_slots(request), request.max_num_tokens - 1) - computed
         self._queues.due_index.enter(request, num_quiet)

@@ -3,6 +3,7 @@
 from itertools import count
 
 from core_proc.request import Request, RequestStatus
+from core_proc.scheduling.answer_size import row_bytes
 from core_proc.scheduling.due_index import DueIndex
 from core_proc.scheduling.waiting import WaitingQueue
 from protocol.sampling import FinishReason
@@ -23,6 +24,8 @@ class RequestQueues:
         self.due_index = DueIndex()
         self.num_moves = 0
         """Changes whenever a request begins to run or stops running."""
+        self.num_row_bytes = 0
+        """Sum of `row_bytes` over the running requests."""
         self._running: list[Request] = []
         self._some_left = False
         self._arrivals = count()
@@ -50,9 +53,10 @@ class RequestQueues:
         request.admission_index = next(self._admissions)
         running.append(request)
         self.num_moves += 1
+        self.num_row_bytes += row_bytes(request.sampling_params)
 
     def requeue(self, request: Request) -> None:
-        self._leave_running()
+        self._leave_running(request)
         request.become(RequestStatus.PREEMPTED)
         self.waiting.push(request)
 
@@ -70,12 +74,13 @@ class RequestQueues:
     def finish(self, request: Request, reason: FinishReason, stop_token_id: int | None) -> None:
         """Remove a request from its queue, and end it."""
         if request.status is RequestStatus.RUNNING:
-            self._leave_running()
+            self._leave_running(request)
         else:
             self.waiting.remove(request)
         request.finish(reason, stop_token_id)
         del self.requests[request.req_id]
 
-    def _leave_running(self) -> None:
+    def _leave_running(self, request: Request) -> None:
         self._some_left = True
         self.num_moves += 1
+        self.num_row_bytes -= row_bytes(request.sampling_params)

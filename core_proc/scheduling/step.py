@@ -5,6 +5,14 @@ from collections.abc import Sequence
 from core_proc.kv.swap import StepCopies
 from core_proc.kv.tables import Tables
 from core_proc.request import Request
+from core_proc.scheduling.answer_size import (
+    MAX_ANSWER_BYTES,
+    MAX_ROW_BYTES,
+    SCORED_TOKEN_BYTES,
+    VECTOR_BYTES,
+    row_bytes,
+    sampled_row_bytes,
+)
 from protocol.core_worker import CachedRequestData, NewRequestData, SchedulerOutput
 from protocol.message import pack_token_ids
 
@@ -15,9 +23,9 @@ new request of a step may exceed this bound by its sampling parameters, which ta
 _USUAL_PARAMS_IDS = 4096
 """Size of sampling parameters and numbers, in ids, with which the longest request is in bounds."""
 _MAX_SCORED_TOKENS = 16_384
-"""Tokens of requests with prompt logprobs in one step; a frame holds 50,000 of their answers."""
+"""Tokens of requests with prompt logprobs in one step: 5 MB of the answer at most."""
 _MAX_POOLED = 128
-"""Vectors in the answer to one step: half a frame at most, see `MAX_EMBEDDING_SIZE`."""
+"""Vectors in the answer to one step: half a frame at most; fewer alongside log-probabilities."""
 _NONE_GROWN = CachedRequestData()
 """The growth of every step in which no table grows; never changed."""
 
@@ -31,12 +39,13 @@ class ScheduledStep:
     """The budget of one step, and the grants from it."""
 
     __slots__ = (
-        *("_new_ids_left", "_scored_left", "_total", "budget", "granted", "grown", "new_reqs"),
-        *("num_behind", "num_pooled", "num_prompt_tokens", "prompt_left", "ran_out_of_blocks"),
-        *("sampling", "threshold"),
+        *("_answer_left", "_new_ids_left", "_row_bytes_left", "_scored_left", "_total", "budget"),
+        *("granted", "grown", "new_reqs", "num_behind", "num_pooled", "num_prompt_tokens"),
+        *("prompt_left", "ran_out_of_blocks", "sampling", "threshold"),
     )
 
-    def __init__(self, budget: int, threshold: int) -> None:
+    def __init__(self, budget: int, threshold: int, num_row_bytes: int = 0) -> None:
+        """`num_row_bytes` is the sum of `row_bytes` over the running requests."""
         self._total = budget
         self.budget = budget
         self.threshold = threshold
@@ -59,6 +68,8 @@ class ScheduledStep:
         """Number of running requests after the one that is being visited."""
         self._new_ids_left = _MAX_NEW_IDS
         self._scored_left = _MAX_SCORED_TOKENS
+        self._row_bytes_left = MAX_ROW_BYTES - num_row_bytes
+        self._answer_left = MAX_ANSWER_BYTES - num_row_bytes
 
     @property
     def num_tokens(self) -> int:
@@ -79,10 +90,20 @@ class ScheduledStep:
         if self.threshold:
             num_tokens = min(num_tokens, self.threshold)
         if params.prompt_logprobs is not None:
-            num_tokens = min(num_tokens, max(self._scored_left, 1))
-        if params.pooling is not None and self.num_pooled >= _MAX_POOLED:
+            num_scored = min(self._scored_left, self._answer_left // SCORED_TOKEN_BYTES)
+            num_tokens = min(num_tokens, max(num_scored, 1))
+        if params.pooling is not None and not self._has_room_for_vector:
             num_tokens = min(num_tokens, num_left - 1)
         return num_tokens
+
+    @property
+    def _has_room_for_vector(self) -> bool:
+        return self.num_pooled < _MAX_POOLED and self._answer_left >= VECTOR_BYTES
+
+    def limit_drafts(self, request: Request, num_drafts: int) -> int:
+        """Limit drafts so that the answer has room for the log-probabilities of all of them."""
+        size = sampled_row_bytes(request.sampling_params)
+        return num_drafts if size == 0 else max(0, min(num_drafts, self._answer_left // size))
 
     def limit_prompt(self, num_tokens: int) -> int:
         """Limit prompt tokens to the time that decoding requests leave."""
@@ -97,8 +118,11 @@ class ScheduledStep:
     def can_introduce(self, request: Request, num_blocks: int) -> bool:
         """Return whether the message has room for a new request with `num_blocks` in its tables.
 
-        It always has room for one.
+        It always has room for one, if the answer to the step has room for its log-probabilities.
         """
+        size = row_bytes(request.sampling_params)
+        if size and size > min(self._row_bytes_left, self._answer_left):
+            return False
         return not self.new_reqs or _num_ids(request, num_blocks) <= self._new_ids_left
 
     def advance(self, requests: list[Request]) -> int:
@@ -116,6 +140,9 @@ class ScheduledStep:
     def introduce(self, request: Request, num_computed_tokens: int, num_cached_tokens: int) -> None:
         """Add all data of a request that the worker does not know."""
         self._new_ids_left -= _num_ids(request, sum(map(len, request.block_tables)))
+        size = row_bytes(request.sampling_params)
+        self._row_bytes_left -= size
+        self._answer_left -= size
         self.new_reqs.append(
             NewRequestData(
                 req_id=request.req_id,
@@ -140,7 +167,16 @@ class ScheduledStep:
         self.budget -= num_tokens
         if request.sampling_params.prompt_logprobs is not None:
             self._scored_left -= num_tokens
+            self._answer_left -= num_tokens * SCORED_TOKEN_BYTES
         self.granted[request.req_id] = self.granted.get(request.req_id, 0) + num_tokens
+
+    def add_sampling(self, request: Request, num_drafts: int) -> None:
+        """Record that a request samples, with room for a vector, or for drafts that are right."""
+        self.sampling.append(request)
+        if request.sampling_params.pooling is not None:
+            self.num_pooled += 1
+            self._answer_left -= VECTOR_BYTES
+        self._answer_left -= num_drafts * sampled_row_bytes(request.sampling_params)
 
     def num_granted_to(self, requests: Sequence[Request]) -> int:
         sampling = set(self.sampling)
@@ -175,11 +211,14 @@ class ScheduledStep:
         self.granted.pop(request.req_id, None)
         if request in self.sampling:
             self.sampling.remove(request)
-            self.num_pooled -= request.sampling_params.pooling is not None
+            if request.sampling_params.pooling is not None:
+                self.num_pooled -= 1
+                self._answer_left += VECTOR_BYTES
         self.grown.pop(request.req_id, None)
         self.budget += num_tokens
         if request.sampling_params.prompt_logprobs is not None:
             self._scored_left += num_tokens
+            self._answer_left += num_tokens * SCORED_TOKEN_BYTES
         return num_tokens
 
     def message(

@@ -3,12 +3,19 @@
 import msgspec
 import pytest
 
+from core_proc.invariants import check_invariants
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from core_proc.scheduling.step import longest_sequence
 from protocol.api_core import AddRequest, decode_from_client
-from protocol.core_worker import ModelRunnerOutput, PromptLogprobs, SchedulerOutput, TokenLogprobs
+from protocol.core_worker import (
+    MAX_DRAFTS,
+    ModelRunnerOutput,
+    PromptLogprobs,
+    SchedulerOutput,
+    TokenLogprobs,
+)
 from protocol.message import encode
 from protocol.sampling import (
     MAX_GRAMMAR_CHARS,
@@ -166,3 +173,32 @@ def test_requests_with_prompt_logprobs_run_to_their_ends() -> None:
     assert bench.step() == {"a": 12_000, "b": 4384, "c": 1, "d": 1}
     bench.run()
     assert set(bench.finished) == set("abcd")
+
+
+@pytest.mark.parametrize("num_drafts", [0, MAX_DRAFTS])
+def test_logprobs_of_one_step_fit_into_its_answer(num_drafts: int) -> None:
+    """This holds for any number of requests and of drafts that are right."""
+    num_seqs, max_tokens = (600, 40) if num_drafts else (10_000, 2)
+    options = {"num_speculative_tokens": num_drafts, "max_num_batched_tokens": 2**15}
+    scheduler = make_scheduler(2**15, 16, max_num_seqs=num_seqs, **options)
+    params = SamplingParams(max_tokens=max_tokens, logprobs=20, logprob_token_ids=[WIDE_ID] * 128)
+    for req_id in range(num_seqs):
+        scheduler.add_request(Request(2**52 + req_id, [WIDE_ID], params))
+    row = TokenLogprobs(WIDE_ID, 0.1, WIDE_ID, [WIDE_ID] * 128, [0.1] * 128)
+    row_size, largest = len(encode(row)), 0
+    while (step := scheduler.schedule()) is not None:
+        sampling = scheduler.in_flight[0][1]
+        counts = [1 + request.num_drafts_in_flight for request in sampling]
+        answer = ModelRunnerOutput(
+            step.step_id,
+            [WIDE_ID] * sum(counts),
+            counts if num_drafts else [],
+            [num_drafts] * len(counts) if num_drafts else [],
+            {request.req_id: [] for request in sampling},
+        )
+        largest = max(largest, len(encode(answer)) + sum(counts) * row_size)
+        scheduler.update_from_output(answer)
+        assert scheduler.next_step_id < 100
+    check_invariants(scheduler)
+    assert MAX_FRAME_BYTES // 3 < largest <= MAX_FRAME_BYTES
+    assert scheduler.num_generation_tokens == max_tokens * num_seqs
