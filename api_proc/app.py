@@ -170,7 +170,8 @@ def _app(routes: Iterable[Route], middleware: list[Middleware]) -> Starlette:
 class _PlainPaths:
     """Calls the endpoints of paths without parameters; the router has all others.
 
-    A request that waits would otherwise hold five frames of the router.
+    A request that waits would otherwise hold five frames of the router. Slashes at the end of a
+    path are left out, as some clients append one.
     """
 
     def __init__(self, app: ASGIApp, routes: Iterable[Route]) -> None:
@@ -186,7 +187,12 @@ class _PlainPaths:
         app = self._app
         if scope["type"] == "http":
             path: str = scope["path"].removeprefix(scope.get("root_path", ""))
-            app = self._endpoints.get((scope["method"], path), app)
+            endpoint = self._endpoints.get((scope["method"], path))
+            if endpoint is None and path.endswith("/"):
+                endpoint = self._endpoints.get((scope["method"], path.rstrip("/")))
+                if endpoint is not None:
+                    scope["path"] = scope["path"].rstrip("/")
+            app = endpoint or app
         return app(scope, receive, send)
 
 

@@ -196,7 +196,7 @@ class SamplingBody(CommonBody, kw_only=True):
 
     def check(self) -> None:
         """Reject contradictory and unsupported fields with a 400 that names the field."""
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise invalid("stream_options", "is allowed only with stream")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation")

@@ -69,12 +69,15 @@ FOREIGN_POOLED = FOREIGN | {
 """The same for the routes of embeddings, scores and labels."""
 _NEUTRAL = {
     "echo": (b"false",),
+    "ec_transfer_params": (b"{}",),
     "embed_dtype": (b'"float32"',),
     "endianness": (b'"native"', b'"little"'),
+    "kv_transfer_params": (b"{}",),
     "max_tokens_per_doc": (b"0",),
     "max_tokens_per_query": (b"0",),
     "padding": (b'"do_not_pad"',),
     "truncation_side": (b'"left"',),
+    "vllm_xargs": (b"{}",),
     "watermarking": (b"false",),
 }
 """Values that ask for what this server does anyway."""

@@ -131,7 +131,7 @@ class ResponsesBody(CommonBody, kw_only=True):
             raise invalid("input", why, "missing_required_parameter")
         if self.background:
             raise unsupported("background", "is not supported; use stream, or wait for the answer")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options not in (None, ResponseStreamOptions()) and not self.stream:
             raise invalid("stream_options", "is allowed only with stream")
         if self.stream_options is not None and self.stream_options.include_obfuscation:
             raise unsupported("stream_options.include_obfuscation")

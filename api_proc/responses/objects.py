@@ -103,6 +103,7 @@ class Response(msgspec.Struct, kw_only=True):
     """"in_progress", "completed", "incomplete", "failed" or "cancelled"."""
     background: bool = False
     error: ResponseError | None = None
+    frequency_penalty: float
     incomplete_details: IncompleteDetails | None = None
     instructions: str | None
     max_output_tokens: int | None
@@ -111,8 +112,11 @@ class Response(msgspec.Struct, kw_only=True):
     model: str
     output: list[OutputItem]
     parallel_tool_calls: bool
+    presence_penalty: float
     previous_response_id: str | None
     reasoning: ReasoningSettings
+    service_tier: str = "default"
+    """There is one tier, whichever the request names."""
     store: bool
     temperature: float
     text: dict[str, Any]

@@ -284,6 +284,7 @@ def _response_of(
         id=response_id,
         created_at=created,
         status="in_progress",
+        frequency_penalty=request.frequency_penalty or 0.0,
         instructions=request.instructions,
         max_output_tokens=request.max_output_tokens,
         max_tool_calls=request.max_tool_calls,
@@ -291,6 +292,7 @@ def _response_of(
         model=state.shown_model(request.model),
         output=[],
         parallel_tool_calls=request.parallel_tool_calls is not False,
+        presence_penalty=request.presence_penalty or 0.0,
         previous_response_id=request.previous_response_id,
         reasoning=ReasoningSettings(
             None if reasoning is None else reasoning.effort,

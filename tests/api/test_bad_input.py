@@ -143,7 +143,12 @@ ROWS: list[tuple[str, dict[str, Any], str, str]] = [
     ),
     (COMPLETIONS, completion(structured_outputs={}), "structured_outputs", "invalid_value"),
     (COMPLETIONS, completion(use_beam_search=True, stream=True), "stream", "invalid_value"),
-    (COMPLETIONS, completion(stream_options={}), "stream_options", "invalid_value"),
+    (
+        COMPLETIONS,
+        completion(stream_options={"include_usage": True}),
+        "stream_options",
+        "invalid_value",
+    ),
     (
         COMPLETIONS,
         completion(stream=True, stream_options={"include_usage": 1}),

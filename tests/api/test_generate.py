@@ -82,7 +82,7 @@ def test_the_output_has_all_tokens_that_fit_without_a_bound(make_server: MakeSer
         (body(guided_regex="a"), "sampling_params.guided_regex", "invalid_value"),
         (body(extra_args={"a": 1}), "sampling_params.extra_args", "unsupported_parameter"),
         ({**body(), "features": {"mm_hashes": {}}}, "features", "unsupported_parameter"),
-        ({**body(), "kv_transfer_params": {}}, "kv_transfer_params", "unsupported_parameter"),
+        ({**body(), "kv_transfer_params": {"x": 1}}, "kv_transfer_params", "unsupported_parameter"),
         ({**body(), "output_mode": "text"}, "output_mode", "invalid_value"),
         ({**body(), "reasoning_ended": True}, "reasoning_ended", "unsupported_parameter"),
         (

@@ -134,7 +134,9 @@ def test_the_kinds_of_a_block_are_named(http: httpx.Client) -> None:
 def test_names_of_other_routes_are_refused(http: httpx.Client) -> None:
     names = FOREIGN_NAMES.keys() - MessagesBody.__struct_fields__
     for name in sorted(names):
-        error = check(http.post(PATH, json=body_of(**{name: {}})), 400, "invalid_request_error")
+        error = check(
+            http.post(PATH, json=body_of(**{name: {"x": 1}})), 400, "invalid_request_error"
+        )
         assert error["param"] == name
     assert set(ChatBody.__struct_fields__) <= set(FOREIGN_NAMES)
     unset = dict.fromkeys(FOREIGN_NAMES) | body_of(max_tokens=1)

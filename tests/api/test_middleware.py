@@ -121,10 +121,22 @@ def test_all_methods_of_a_path_are_named(
     assert (response.status_code, response.headers["allow"]) == (405, methods)
 
 
-@pytest.mark.parametrize("path", ["/x", "/v1", "/v1/completions/", "/admin/drain", "/%00", "/v2/x"])
+@pytest.mark.parametrize("path", ["/x", "/v1", "/v1/responses/x/", "/admin/drain", "/%00", "/v2/x"])
 def test_unknown_routes_are_not_found(http: httpx.Client, path: str) -> None:
     response = http.post(path, content=b"{}")
     assert (response.status_code, response.json()["error"]["code"]) == (404, "not_found")
+
+
+def test_slashes_at_the_end_of_a_path_are_left_out(http: httpx.Client) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    for path in ("/v1/completions", "/v1/completions/", "/v1/completions//"):
+        response = http.post(path, json=body)
+        assert (response.status_code, response.json()["object"]) == (200, "text_completion")
+    for path in ("/health/", "/v1/models/"):
+        assert http.get(path).status_code == 200
+    assert http.get("/v1/completions/").status_code == 404
+    refused = http.post("/v1/messages/", json={})
+    assert (refused.status_code, refused.json()["type"]) == (400, "error")
 
 
 @pytest.mark.parametrize(

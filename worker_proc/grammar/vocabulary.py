@@ -20,7 +20,7 @@ class Vocabulary(msgspec.Struct, frozen=True):
 
     eos_token_ids: list[int]
     directory: str | None = None
-    """The checkpoint's directory; None: the null model, whose tokens are bytes."""
+    """The tokenizer's directory; None: the null model, whose tokens are bytes."""
 
 
 class _ByteTokens:

@@ -20,9 +20,10 @@ class _TokenizerFile(msgspec.Struct):
 
 
 def end_tokens(directory: str, configured: object, vocab_size: int) -> list[int]:
-    """Return the EOS tokens of a checkpoint; the first is the tokenizer's, if it has one.
+    """Return the EOS tokens of a model; the first is the tokenizer's, if it has one.
 
-    `configured` is the value of `eos_token_id` in the configuration: an id, a list of ids, or None.
+    `directory` is the tokenizer's. `configured` is the value of `eos_token_id` in the configuration
+    of the model: an id, a list of ids, or None.
     Many models that were trained further have the end of a message only in their tokenizer.
     """
     ids = configured if isinstance(configured, Sequence) else [configured]

@@ -173,8 +173,13 @@ def rehearse(checked: CheckedModel) -> PreTrainedModel:
         return _load_weights(checked._replace(device=meta), read, _report_nothing)
 
 
-def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel:
-    """Read the weights of a model that was rehearsed, now or at an earlier start."""
+def load_checked(
+    checked: CheckedModel, progress: ReportProgress, tokenizer: str | None = None
+) -> LoadedModel:
+    """Read the weights of a model that was rehearsed, now or at an earlier start.
+
+    `tokenizer` is the directory of the tokenizer, if it is not that of the model.
+    """
     device, inspected, files = checked.device, checked.inspected, checked.files
     probed = inspected.probed
     model = _load_weights(checked, _reader(checked), progress).to(device)
@@ -204,7 +209,7 @@ def load_checked(checked: CheckedModel, progress: ReportProgress) -> LoadedModel
         device=device,
         vocab_size=vocab_size,
         model_len=inspected.model_len,
-        eos_token_ids=end_tokens(checked.directory, configured, vocab_size),
+        eos_token_ids=end_tokens(tokenizer or checked.directory, configured, vocab_size),
         codes=None if files is None else files.report,
         kind=inspected.kind,
         pooling=_pooling(inspected),

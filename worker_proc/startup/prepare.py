@@ -78,7 +78,10 @@ def prepare_model(
         config, device, kept, progress, stage, has_draft=has_draft
     )
     # No GPU holds the whole of a divided model.
-    loaded = load_checked(checked if share.num_ranks == 1 else checked.on_host(), progress)
+    tokenizer = config.model.tokenizer or config.model.model
+    loaded = load_checked(
+        checked if share.num_ranks == 1 else checked.on_host(), progress, tokenizer
+    )
     passages = None if parts is None else connect_stage(loaded, parts, stage)
     shared: dict[str, MatrixPart] = {}
     if share.num_ranks > 1:
@@ -107,7 +110,7 @@ def prepare_model(
     return_freed_memory()
     for directory in filter(None, (config.model.model, config.model.speculative_model)):
         release_mapped_pages(directory)
-    vocabulary = Vocabulary(list(loaded.eos_token_ids), config.model.model)
+    vocabulary = Vocabulary(list(loaded.eos_token_ids), tokenizer)
     executor = _make_executor(loaded, draft, library, config.worker)
     grammars = _load_grammars(vocabulary, loaded.kind)
     adapters = None if sites is None else _make_store(loaded, library, sites, config)

@@ -34,7 +34,9 @@ def client(live: LiveServer) -> Iterator[openai.OpenAI]:
 
 
 def test_a_whole_response_has_all_items(live: LiveServer) -> None:
-    response = create(live, metadata={"a": "b"}, max_output_tokens=900, temperature=0.5)
+    response = create(
+        live, metadata={"a": "b"}, max_output_tokens=900, temperature=0.5, frequency_penalty=0.5
+    )
     assert content_of(response["output"]) == EXPECTED
     assert {item["status"] for item in response["output"]} == {"completed"}
     ids = [item["id"] for item in response["output"]]
@@ -55,6 +57,8 @@ def test_a_whole_response_has_all_items(live: LiveServer) -> None:
         "auto",
     )
     assert response["text"]["format"] == {"type": "text"}
+    assert (response["frequency_penalty"], response["presence_penalty"]) == (0.5, 0.0)
+    assert response["service_tier"] == "default"
     assert [tool["name"] for tool in response["tools"]] == ["get_weather", "now"]
     usage = response["usage"]
     num_reasoning = len('<think>\nWhich "city"?')

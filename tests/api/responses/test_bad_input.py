@@ -97,7 +97,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"stream": True, "stream_options": {"include_obfuscation": True}},
         "stream_options.include_obfuscation",
     ),
-    "stream options": ({"stream_options": {}}, "stream_options"),
+    "stream options": (
+        {"stream_options": {"include_obfuscation": False}},
+        "stream_options",
+    ),
     "metadata": ({"metadata": {"a": 1}}, "metadata[...]"),
     "long metadata": ({"metadata": {"a": "x" * 513}}, "metadata[...]"),
     "truncation": ({"truncation": "left"}, "truncation"),

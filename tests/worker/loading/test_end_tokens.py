@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 
+from protocol.config.settings import configure
 from tests.worker.checkpoints import EOS_TOKEN_ID, load_model
+from worker_proc.grammar.vocabulary import Vocabulary
 from worker_proc.loading.end_tokens import end_tokens
+from worker_proc.startup.prepare import prepare_model
 
 ADDED = {"added_tokens": [{"id": 0, "content": "</s>"}, {"id": 7, "content": "<|im_end|>"}]}
 
@@ -64,3 +67,14 @@ def test_a_loaded_model_ends_at_the_token_of_its_tokenizer(
     shutil.copytree(llama_checkpoint, directory)
     write(directory, {"eos_token": "<|im_end|>"})
     assert load_model(directory).eos_token_ids == [7, EOS_TOKEN_ID]
+
+
+def test_another_tokenizer_of_the_configuration_has_the_end_token_and_the_texts_of_grammars(
+    llama_checkpoint: Path, tmp_path: Path
+) -> None:
+    write(tmp_path, {"eos_token": "<|im_end|>"})
+    config = configure(model=str(llama_checkpoint), tokenizer=str(tmp_path), device="cpu")
+    prepared = prepare_model(config, lambda *_: None)
+    assert prepared.loaded.eos_token_ids == [7, EOS_TOKEN_ID]
+    assert prepared.grammars is not None
+    assert prepared.grammars.vocabulary == Vocabulary([7, EOS_TOKEN_ID], str(tmp_path))
