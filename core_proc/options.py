@@ -9,6 +9,9 @@ from protocol.config import DEFAULT_MAMBA_BLOCK_SIZE, EngineConfig
 from protocol.model_facts import KVGroup, ModelFacts
 
 VICTIM_CHOICES = ("policy", "cheapest")
+_MAX_GROWN_BLOCKS = 2**18
+"""Block ids that the tables of running requests grow by in one step, besides one for each of them.
+They take 1.3 MB of a frame."""
 
 
 class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -136,6 +139,11 @@ class SchedulerOptions(msgspec.Struct, frozen=True, kw_only=True):
                 "enable_prefix_caching": False,
                 "num_host_blocks": 0,
             }
+        else:  # bounds only steps of more than 2**18 / len(kv_groups) blocks
+            most = _MAX_GROWN_BLOCKS * facts.block_size // len(facts.kv_groups)
+            most = max(most, config.scheduler.max_num_seqs)
+            for name in ("max_num_batched_tokens", "max_num_scheduled_tokens"):
+                values[name] = None if values[name] is None else min(values[name], most)
         return cls(**{name: values[name] for name in cls.__struct_fields__})
 
     @property

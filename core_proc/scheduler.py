@@ -278,11 +278,11 @@ class Scheduler:
             self._admission.refuse(candidate)
             return False
         request.num_computed_tokens = candidate.start
-        if request.swapped_out is not None:
-            self.swapper.bring_in(request, len(candidate.hits[0]))
         # All that could fail for this request alone comes before it runs.
         self.policy.admitted(request)
         step.introduce(request, candidate.start, candidate.num_cached)
+        if request.swapped_out is not None:
+            self.swapper.bring_in(request, len(candidate.hits[0]))
         self.queues.start(request)
         if self.speculation.is_on:
             self.speculation.limits.admitted(request, len(self.running))

@@ -13,6 +13,9 @@ from core_proc.request import Request
 from protocol.core_worker import NULL_BLOCK
 from protocol.model_facts import KVGroup
 
+MAX_LOADED_BLOCKS = 2**18
+"""Blocks that one load reads at most: their ids and keys take 40 bytes each of a frame."""
+
 
 class PrefixLookup:
     """Looks up blocks by the hashes of a request; allocates nothing."""
@@ -84,14 +87,17 @@ class PrefixLookup:
     ) -> tuple[Tables, int]:
         """Return the hits from which a load begins, and the number of leading blocks after it.
 
+        A load reads at most `MAX_LOADED_BLOCKS`; the request computes what follows.
         `is_stored` takes a hash and a KV group, or the number after the last group for a state.
         With recurrent layers, these blocks end at a stored state. Their KV may be cached already
         beyond `hits`, which end at a cached state.
         """
         num_hit = len(hits[0])
+        end = num_hit + MAX_LOADED_BLOCKS // max(len(self._groups), 1)
+        end = min(end, len(request.block_hashes))
         if self._states is None:
-            return hits, self._num_loadable(request, hits, len(request.block_hashes), is_stored)
-        end = min((request.num_tokens - 1) // self._block_size, len(request.block_hashes))
+            return hits, self._num_loadable(request, hits, end, is_stored)
+        end = min(end, (request.num_tokens - 1) // self._block_size)
         while end > num_hit:
             if not is_stored(request.block_hashes[end - 1], len(self._groups)):
                 end -= 1

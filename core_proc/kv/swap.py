@@ -13,6 +13,9 @@ from protocol.core_worker import NULL_BLOCK, BlockCopies
 NO_BLOCK = -1
 """An entry of a host table that was not copied, because no window reaches it any more."""
 
+MAX_COPIES = 2**17
+"""Blocks that one step copies to the host at most; an id of each side takes 5 bytes of a frame."""
+
 
 class StepCopies:
     """The copies of one kind of blocks in the step that is being built."""
@@ -68,6 +71,8 @@ class Swapper:
         end = self._num_entries(victim)
         num_blocks = sum(len(live_blocks(table[:end])) for table in self._kv_tables(victim))
         if num_blocks > self._host.num_usable:
+            return False
+        if len(self._copies.out.host_block_ids) + num_blocks > MAX_COPIES:
             return False
         cost = float(num_blocks)
         if self._has_states:

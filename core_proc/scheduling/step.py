@@ -19,7 +19,8 @@ from protocol.message import pack_token_ids
 _MAX_NEW_IDS = 1_500_000
 """Ids of tokens and blocks in the data of a step's new requests. An id takes at most 5 bytes, so
 they fill half a frame; the other half is left for data of requests that the worker knows. The first
-new request of a step may exceed this bound by its sampling parameters, which take at most 3 MB."""
+new request of a step may exceed this bound by its sampling parameters, which take at most 3 MB, and
+by its copies from the host, which take at most 1.3 MB."""
 _USUAL_PARAMS_IDS = 4096
 """Size of sampling parameters and numbers, in ids, with which the longest request is in bounds."""
 _MAX_SCORED_TOKENS = 16_384
@@ -261,4 +262,6 @@ def _num_ids(request: Request, num_blocks: int) -> int:
     if (thinking := params.thinking_budget) is not None:
         num_params += len(thinking.begin_token_ids) + len(thinking.end_token_ids)
         num_params += len(thinking.call_token_ids) + len(thinking.space_token_ids)
+    if request.swapped_out is not None:  # each copy has the ids of both blocks
+        num_blocks += 2 * sum(map(len, request.swapped_out.host_tables))
     return request.num_tokens + num_blocks + num_params

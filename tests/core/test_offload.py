@@ -4,12 +4,16 @@ import random
 
 import pytest
 
+from core_proc.kv import prefix_lookup
 from core_proc.kv.load_costs import LoadCosts
 from core_proc.kv.offload import MAX_LOADS, MIN_LOAD_TOKENS
 from core_proc.kv.tables import Tables
 from core_proc.request import Request, RequestStatus
-from protocol.core_worker import BlocksLoaded, ModelRunnerOutput, StoreBlocks
+from protocol.core_worker import BlocksLoaded, LoadBlocks, ModelRunnerOutput, StoreBlocks
+from protocol.message import encode
+from protocol.transport.channel import MAX_FRAME_BYTES
 from tests.core.fake_store import FakeStore
+from tests.core.harness import PLAIN_TOKEN
 from tests.core.store_bench import (
     BLOCK,
     PROMPT,
@@ -370,3 +374,20 @@ def test_slow_loads_are_given_up_but_tried_now_and_then() -> None:
     for _ in range(20):
         costs.loaded(1000, 500_000)
     assert costs.try_load()
+
+
+def test_a_load_of_more_blocks_than_a_message_holds_is_cut(
+    filled: FakeStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    most = prefix_lookup.MAX_LOADED_BLOCKS
+    assert len(encode(LoadBlocks(1, [2**31 - 1] * most, [bytes(33)] * most))) <= MAX_FRAME_BYTES
+    monkeypatch.setattr(prefix_lookup, "MAX_LOADED_BLOCKS", 4)
+    bench = Bench(filled)
+    bench.add("a", PROMPT, 2)
+    bench.step()
+    bench.transfer()
+    assert len(bench.loads[0].keys) == 4
+    bench.answer()
+    assert bench.step() == {"a": 2 * BLOCK + 3}
+    bench.run()
+    assert bench.outputs["a"] == [PLAIN_TOKEN] * 2

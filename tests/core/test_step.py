@@ -9,6 +9,7 @@ from core_proc.request import Request
 from core_proc.scheduler import Scheduler
 from core_proc.scheduling.step import longest_sequence
 from protocol.api_core import AddRequest, decode_from_client
+from protocol.config.settings import configure
 from protocol.core_worker import (
     MAX_DRAFTS,
     ModelRunnerOutput,
@@ -17,6 +18,7 @@ from protocol.core_worker import (
     TokenLogprobs,
 )
 from protocol.message import encode
+from protocol.model_facts import KVGroup, ModelFacts
 from protocol.sampling import (
     MAX_GRAMMAR_CHARS,
     MAX_MARKER_TOKENS,
@@ -202,3 +204,18 @@ def test_logprobs_of_one_step_fit_into_its_answer(num_drafts: int) -> None:
     check_invariants(scheduler)
     assert MAX_FRAME_BYTES // 3 < largest <= MAX_FRAME_BYTES
     assert scheduler.num_generation_tokens == max_tokens * num_seqs
+
+
+@pytest.mark.parametrize("num_groups", [1, 4])
+@pytest.mark.parametrize("block_size", [1, 16])
+def test_block_tables_that_grow_in_one_step_fit_into_its_message(
+    block_size: int, num_groups: int
+) -> None:
+    """This holds for the largest budget."""
+    config = configure(block_size=block_size, max_num_batched_tokens=2**20)
+    groups = [KVGroup() for _ in range(num_groups)]
+    facts = ModelFacts("m", 9, 2**20, block_size, 2**24, [], kv_groups=groups)
+    options = SchedulerOptions.combine(config, facts, 0.0)
+    num_ids = options.token_budget * num_groups // block_size
+    assert 5 * num_ids <= MAX_FRAME_BYTES // 8
+    assert options.token_budget == (2**20 if block_size == 16 else 2**18 // num_groups)

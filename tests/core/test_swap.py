@@ -2,9 +2,11 @@
 
 import pytest
 
+from core_proc.kv import swap
 from core_proc.kv.swap import Swapper
 from core_proc.options import SchedulerOptions
 from core_proc.request import Request
+from core_proc.scheduling import step
 from protocol.model_facts import KVGroup
 from protocol.sampling import SamplingParams
 from tests.core.harness import PLAIN_TOKEN, Harness
@@ -137,3 +139,35 @@ def test_a_host_block_that_is_read_in_this_step_is_written_in_the_next() -> None
     assert not swapper.prefers(second, 1)
     swapper.take_copies()
     assert swapper.prefers(second, 1)
+
+
+def test_a_step_copies_no_more_blocks_than_its_message_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(swap, "MAX_COPIES", 3)
+    bench = Harness(blocks=64, num_host_blocks=32)
+    for name in "abc":
+        bench.add(name, 32, 4)
+    bench.step()
+    for name in "abc":
+        bench.scheduler.preempt(bench.requests[name])
+    assert bench.scheduler.swapper.num_swapped_out == 1
+    bench.run()
+    assert bench.outputs == dict.fromkeys("abc", [PLAIN_TOKEN] * 4)
+
+
+def test_a_step_copies_back_no_more_blocks_than_its_message_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    bench = Harness(blocks=64, num_host_blocks=32)
+    for name in "abc":
+        bench.add(name, 32, 4)
+    bench.step()
+    for name in "abc":
+        bench.scheduler.preempt(bench.requests[name])
+    num_ids = 33 + 64 + 3 + 2 * 2  # tokens, parameters, blocks, and pairs of blocks
+    monkeypatch.setattr(step, "_MAX_NEW_IDS", 3 * num_ids - 5)
+    bench.step()
+    assert len(bench.sent[-1].swap_in.host_block_ids) == 4
+    bench.run()
+    assert bench.outputs == dict.fromkeys("abc", [PLAIN_TOKEN] * 4)
