@@ -15,7 +15,7 @@ REPEAT_S = 1.0
 LEASE_S = 10.0
 """After the last `Join` an agent's core gets no new requests; its clients notice silence sooner."""
 MAX_AGENTS = 512
-_MAX_BYTES = 2**20
+MAX_SETTINGS_BYTES = 2**20
 """Largest size of encoded settings."""
 
 AgentName = Annotated[str, Meta(pattern="^[A-Za-z0-9._:-]{1,128}$")]
@@ -48,7 +48,7 @@ class Joined(Message):
 class Settings(Message):
     """Supervisor → agent, in answer to a `Join` without settings."""
 
-    encoded: Annotated[bytes, Meta(max_length=_MAX_BYTES)]
+    encoded: Annotated[bytes, Meta(max_length=MAX_SETTINGS_BYTES)]
     """An `EngineConfig` in msgpack."""
 
 

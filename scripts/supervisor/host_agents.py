@@ -25,6 +25,7 @@ from protocol.message import NO_EPOCH, ProtocolError, encode
 from protocol.process.host_agents import (
     LEASE_S,
     MAX_AGENTS,
+    MAX_SETTINGS_BYTES,
     Failed,
     Join,
     Joined,
@@ -106,13 +107,19 @@ class HostAgents:
     def __init__(self, config: EngineConfig, run_dir: str) -> None:
         """Listen for agents. `config` has the names of models, which each agent looks up itself.
 
-        Raises ValueError if the keys or the address cannot be used.
+        Raises ValueError if the keys or the address cannot be used, or if the settings are too
+        large for a message.
         """
         address, directory = config.parallel.agents_listen, config.parallel.curve_keys
         assert address is not None
         assert directory is not None
         keys = read_server_keys(Path(directory))
         self._settings = settings_of(config)
+        if (size := len(self._settings.encoded)) > MAX_SETTINGS_BYTES:
+            raise ValueError(
+                f"agents_listen: host agents get at most {MAX_SETTINGS_BYTES} bytes of settings,"
+                f" and these take {size}; lora_modules takes most of them"
+            )
         self._digest = digest_of(self._settings)
         self._members: dict[str, _Member] = {}
         self._replaced: deque[bytes] = deque(maxlen=MAX_AGENTS)

@@ -318,3 +318,18 @@ def test_a_list_that_was_removed_is_written_again(bench: Bench) -> None:
     bench.agents.write_again()
     bench.turn()
     assert bench.addresses == ["tcp://10.0.0.2:7000"]
+
+
+def test_settings_that_no_message_holds_are_refused_at_the_start(tmp_path: Path) -> None:
+    modules = tuple(f"name{i}=/{'directory/' * 100}{i}" for i in range(1200))
+    keys = str(tmp_path / "keys")
+    make_keys(tmp_path / "keys", ["api"])
+    config = configure(
+        model="null",
+        agents_listen=f"127.0.0.1:{free_port()}",
+        curve_keys=keys,
+        enable_lora=True,
+        lora_modules=modules,
+    )
+    with pytest.raises(ValueError, match=r"agents_listen.* 1048576 bytes .*lora_modules"):
+        HostAgents(config, str(tmp_path))

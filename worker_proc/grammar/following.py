@@ -6,6 +6,9 @@ from worker_proc.grammar.errors import GrammarError
 from worker_proc.grammar.state import GrammarState
 from worker_proc.request import MirroredRequest, ScheduledRequest
 
+_MAX_ERROR_CHARS = 2**18
+"""Characters of all errors of one step: they take at most 1 MiB of the answer's frame."""
+
 
 def grammar_state_of(request: MirroredRequest, grammars: GrammarCompiler | None) -> GrammarState:
     """Return the grammar state of a request; it is created from the outputs on first use.
@@ -40,5 +43,6 @@ def follow(scheduled: list[ScheduledRequest]) -> dict[int, str]:
         if state is not None and part.samples:
             state.advance(part.request.token_ids)
             if state.error:
-                errors[part.request.req_id] = f"grammar: {state.error}"[:MAX_TEXT]
-    return errors
+                errors[part.request.req_id] = f"grammar: {state.error}"
+    limit = min(MAX_TEXT, _MAX_ERROR_CHARS // max(len(errors), 1))
+    return {req_id: error[:limit] for req_id, error in errors.items()}
