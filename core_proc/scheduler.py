@@ -279,10 +279,10 @@ class Scheduler:
             return False
         request.num_computed_tokens = candidate.start
         # All that could fail for this request alone comes before it runs.
-        self.policy.admitted(request)
         step.introduce(request, candidate.start, candidate.num_cached)
         if request.swapped_out is not None:
             self.swapper.bring_in(request, len(candidate.hits[0]))
+        self.policy.admitted(request)
         self.queues.start(request)
         if self.speculation.is_on:
             self.speculation.limits.admitted(request, len(self.running))
@@ -335,10 +335,11 @@ class Scheduler:
             raise error
         log.error("request %d cannot be scheduled", request.req_id, exc_info=error)
         request.num_computed_tokens -= step.withdraw(request)
+        was_running = request.status is RequestStatus.RUNNING
         was_introduced = step.undo_introduce(request)
         self.swapper.cancel(request)
         self.fail_request(request.req_id, f"{type(error).__name__}: {error}")
-        if was_introduced:  # the worker does not know it
+        if was_running and was_introduced:  # the worker does not know it
             self._departures.finished_req_ids.remove(request.req_id)
 
     def _send(self, step: ScheduledStep) -> SchedulerOutput | None:

@@ -1,5 +1,6 @@
 """An error of one request ends that request, and nothing else."""
 
+from operator import attrgetter
 from typing import Any
 
 import pytest
@@ -155,35 +156,24 @@ def test_broken_books_end_the_core(monkeypatch: pytest.MonkeyPatch) -> None:
         bench.step()
 
 
+@pytest.mark.parametrize("method", ["swapper.bring_in", "policy.admitted", "queues.start"])
 def test_a_swapped_request_that_fails_on_its_way_back_leaves_no_copies(
-    monkeypatch: pytest.MonkeyPatch,
+    method: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = Harness(blocks=7, num_host_blocks=8)
     for name in "abc":
         bench.add(name, 30, 8)
     bench.steps(4)
     assert bench.requests["c"].swapped_out is not None
+    original = attrgetter(method)(bench.scheduler)
 
-    def broken(request: Request) -> None:
+    def broken(request: Request, *args: int) -> None:
+        original(request, *args)
         raise RuntimeError("broken on purpose")
 
-    monkeypatch.setattr(bench.scheduler.policy, "admitted", broken)
+    part, name = method.split(".")
+    monkeypatch.setattr(getattr(bench.scheduler, part), name, broken)
     bench.run()
     assert [f.request for f in bench.scheduler.take_failures()] == [bench.requests["c"]]
     assert all(not step.swap_in.device_block_ids for step in bench.sent)
     assert bench.scheduler.swapper.num_free_blocks == 8
-
-
-def test_broken_books_are_not_hidden_where_blocks_are_given_back(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    bench = Harness(caching=True)
-    bench.add("a", 31, 2)
-    bench.step()
-
-    def broken(*args: object) -> None:
-        raise AssertionError("block 3 has two contents")
-
-    monkeypatch.setattr(bench.scheduler.kv, "remember_full_blocks", broken)
-    with pytest.raises(AssertionError, match="block 3"):
-        bench.abort("a")

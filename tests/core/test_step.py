@@ -20,13 +20,16 @@ from protocol.core_worker import (
 from protocol.message import encode
 from protocol.model_facts import KVGroup, ModelFacts
 from protocol.sampling import (
+    MAX_EMBEDDING_SIZE,
     MAX_GRAMMAR_CHARS,
     MAX_MARKER_TOKENS,
     MAX_SPACE_TOKENS,
     Grammar,
     GrammarKind,
+    Pooling,
     SamplingParams,
     ThinkingBudget,
+    pooling_params,
 )
 from protocol.transport.channel import MAX_FRAME_BYTES
 from tests.core.harness import Harness
@@ -56,7 +59,7 @@ WIDEST_PARAMS = msgspec.structs.replace(
     allowed_token_ids=[WIDE_ID] * 4096,
     bad_words=[[WIDE_ID] * 1024] * 320,
     logprob_token_ids=[WIDE_ID] * 128,
-    thinking_budget=ThinkingBudget(WIDE_ID, *[MARKER] * 3, [WIDE_ID] * MAX_SPACE_TOKENS),
+    thinking_budget=ThinkingBudget(WIDE_ID, MARKER, MARKER, MARKER, [WIDE_ID] * MAX_SPACE_TOKENS),
 )
 """The largest values that the wire allows."""
 
@@ -180,7 +183,7 @@ def test_requests_with_prompt_logprobs_run_to_their_ends() -> None:
 @pytest.mark.parametrize("num_drafts", [0, MAX_DRAFTS])
 def test_logprobs_of_one_step_fit_into_its_answer(num_drafts: int) -> None:
     """This holds for any number of requests and of drafts that are right."""
-    num_seqs, max_tokens = (600, 40) if num_drafts else (10_000, 2)
+    num_seqs, max_tokens = 4000, 6 if num_drafts else 2
     options = {"num_speculative_tokens": num_drafts, "max_num_batched_tokens": 2**15}
     scheduler = make_scheduler(2**15, 16, max_num_seqs=num_seqs, **options)
     params = SamplingParams(max_tokens=max_tokens, logprobs=20, logprob_token_ids=[WIDE_ID] * 128)
@@ -201,9 +204,43 @@ def test_logprobs_of_one_step_fit_into_its_answer(num_drafts: int) -> None:
         largest = max(largest, len(encode(answer)) + sum(counts) * row_size)
         scheduler.update_from_output(answer)
         assert scheduler.next_step_id < 100
+        if scheduler.next_step_id == 1:
+            check_invariants(scheduler)
     check_invariants(scheduler)
     assert MAX_FRAME_BYTES // 3 < largest <= MAX_FRAME_BYTES
     assert scheduler.num_generation_tokens == max_tokens * num_seqs
+
+
+@pytest.mark.parametrize("order", ["sampled, scored, pooled", "sampled, pooled, scored"])
+def test_logprobs_and_vectors_of_one_step_fit_into_its_answer(order: str) -> None:
+    """Each kind alone would fit; all requests come to their ends."""
+    scheduler = make_scheduler(2**15, 16, max_num_seqs=2**12, max_num_batched_tokens=2**15)
+    sampled = SamplingParams(max_tokens=3, logprobs=20, logprob_token_ids=[WIDE_ID] * 128)
+    scored = SamplingParams(max_tokens=1, prompt_logprobs=20)
+    kinds = {
+        "sampled": (3000, 1, sampled),
+        "scored": (4, 8192, scored),
+        "pooled": (95, 1, pooling_params(Pooling())),
+    }
+    for kind in order.split(", "):
+        number, num_tokens, params = kinds[kind]
+        for _ in range(number):
+            req_id = 2**52 + scheduler.num_accepted
+            scheduler.add_request(Request(req_id, [WIDE_ID] * num_tokens, params))
+    row = len(encode(TokenLogprobs(WIDE_ID, 0.1, WIDE_ID, [WIDE_ID] * 128, [0.1] * 128)))
+    scored_row = len(encode(TokenLogprobs(WIDE_ID, 0.1, WIDE_ID, [WIDE_ID] * 20, [0.1] * 20)))
+    sizes = []
+    while (step := scheduler.schedule()) is not None:
+        sampling = [request.sampling_params for request in scheduler.in_flight[0][1]]
+        num_rows = sum(params is sampled for params in sampling)
+        num_vectors = sum(params.pooling is not None for params in sampling)
+        num_scored = step.total_num_scheduled_tokens - num_rows - num_vectors
+        vectors = num_vectors * 4 * MAX_EMBEDDING_SIZE
+        sizes.append(num_rows * row + num_scored * scored_row + vectors)
+        scheduler.update_from_output(ModelRunnerOutput(step.step_id, [WIDE_ID] * len(sampling)))
+        assert scheduler.next_step_id < 100
+    assert MAX_FRAME_BYTES // 2 < max(sizes) <= MAX_FRAME_BYTES * 3 // 4
+    assert scheduler.num_ended == scheduler.num_accepted
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])
