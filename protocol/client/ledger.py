@@ -44,6 +44,7 @@ from protocol.message import MAX_TEXT, MAX_TOKEN_IDS, ProtocolError, encode, pac
 from protocol.model_facts import ModelFacts
 from protocol.request_validation import validate_request
 from protocol.sampling import SamplingParams
+from protocol.transport.channel import MAX_FRAME_BYTES
 
 REPAIR_MESSAGES_MAX = 3
 MOVES_MAX = 3
@@ -107,6 +108,10 @@ def check_request(
         raise failure_of(request_error(str(problem))) from problem
     assert isinstance(checked, AddRequest)
     error = validate_request(checked, facts, id_bound)
+    if error is None and len(body) > MAX_FRAME_BYTES:
+        message = f"prompt and output_token_ids: the request has {len(body)} bytes"
+        message = f"{message}, more than the {MAX_FRAME_BYTES} of a frame"
+        error = RequestError(ErrorCode.TOO_LONG, message, "output_token_ids")
     if error is not None:
         raise failure_of(error)
     return checked, body

@@ -209,6 +209,19 @@ def test_check_covers_the_model_and_the_fields_of_the_request_itself() -> None:
         assert (caught.value.error.code, caught.value.error.param) == (ErrorCode.INVALID, param)
 
 
+def test_a_request_that_exceeds_a_frame_is_refused() -> None:
+    facts = msgspec.structs.replace(FACTS, vocab_size=2**30, max_model_len=2**30)
+    facts = msgspec.structs.replace(facts, num_gpu_blocks=2**30)
+    outputs = [2**29] * (MAX_TOKEN_IDS - 1)
+    prompt = [5] * MAX_TOKEN_IDS
+    params = SamplingParams(max_tokens=MAX_TOKEN_IDS)
+    check_request(AddRequest(1, prompt, params), facts)
+    with pytest.raises(RequestFailed, match="of a frame") as caught:
+        check_request(AddRequest(1, prompt, params, outputs), facts)
+    error = caught.value.error
+    assert (error.code, error.param) == (ErrorCode.TOO_LONG, "output_token_ids")
+
+
 def test_cached_tokens_do_not_wait_to_be_computed() -> None:
     ledger = Ledger(OpenLimits(9))
     for request_id in (1, 2):
