@@ -46,7 +46,7 @@ class Tokens(NamedTuple):
 
 
 def load_tokens(vocabulary: Vocabulary) -> Tokens:
-    """Build the trie of a model's tokens; raise GrammarError naming what the checkpoint lacks."""
+    """Build the trie of a model's tokens; GrammarError: EOS or tokenizer.json is missing."""
     import llguidance
 
     eos = vocabulary.eos_token_ids
@@ -67,4 +67,4 @@ def load_tokens(vocabulary: Vocabulary) -> Tokens:
         added_ids = [each["id"] for each in added]
         return Tokens(trie, [token_id for token_id in added_ids if trie.is_special_token(token_id)])
     except Exception as error:
-        raise GrammarError(f"grammars need the checkpoint's tokenizer.json: {error}") from error
+        raise GrammarError(f"grammars need tokenizer.json: {error}") from error
