@@ -154,6 +154,8 @@ def test_tokens_are_those_of_the_dequantized_weights(name: str, tmp_path: Path) 
         run = drive(runner, prompts, GREEDY, **({"max_num_seqs": 16} | options))
         assert run.output_token_ids == expected, mode
     assert runner.facts.exact_resume
+    if name in USUAL:
+        assert runner.facts.decoder == "native"
     is_plain = FILES[name] in (Type.F32, Type.F16, Type.BF16)
     assert runner.facts.quantization.startswith("" if is_plain else "gguf ")
 
