@@ -215,7 +215,7 @@ def test_the_tokenizer_makes_the_ids_that_are_computed(llm: LLM) -> None:
         assert (type(text), text) == (str, answer.prompt)
         assert tokenizer.apply_chat_template(chat, **options) == answer.prompt_token_ids
     with pytest.raises(InvalidRequest, match="role"):
-        tokenizer.apply_chat_template([{"role": "x", "content": "a"}])
+        tokenizer.apply_chat_template([{"role": "", "content": "a"}])
 
 
 def test_metrics_count_what_was_generated(llm: LLM) -> None:
@@ -317,8 +317,8 @@ def test_parameters_and_priorities_are_one_for_each_prompt(llm: LLM) -> None:
     for bad in ("greedy", {"max_tokens": 3}, [{"max_tokens": 3}]):
         with pytest.raises(InvalidRequest, match="sampling_params: must be SamplingParams, or a"):
             llm.generate(["a"], bad)  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.role: 'x' is not one of assistant, "):
-        llm.chat([{"role": "user", "content": "a"}, {"role": "x", "content": "b"}])
+    with pytest.raises(InvalidRequest, match=r"messages\[1\]\.role: "):
+        llm.chat([{"role": "user", "content": "a"}, {"role": "", "content": "b"}])
     with pytest.raises(InvalidRequest, match="priority: there are 1 for 2 prompts"):
         llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1])
     assert len(llm.generate([[1], [2]], GREEDY, use_tqdm=False, priority=[1, 2])) == 2

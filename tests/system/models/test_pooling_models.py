@@ -64,12 +64,16 @@ class RunningProcesses:
         self.run_dir = engine.run_dir
         self.addresses = [engine.address]
         self.is_fetching = False
+        self.pidfd = os.pidfd_open(engine.process.pid)
 
     def check(self) -> None:
         """The engine's test notices its end."""
 
     def close(self) -> None:
         """The engine lives on."""
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+        self.pidfd = -1
 
 
 def check_program(llm: LLM, scores: list[float]) -> None:
