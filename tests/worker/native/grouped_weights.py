@@ -5,7 +5,9 @@ from typing import NamedTuple
 import torch
 
 from tests.worker.quantization.bitsandbytes_layouts import FP4, NF4
-from worker_proc.quantization.weight import CodeKind, QuantizedWeight
+from worker_proc.quantization.weight import CodeKind, Multiples, QuantizedWeight
+
+_SECTION_INPUTS = 256
 
 
 class Case(NamedTuple):
@@ -18,6 +20,8 @@ class Case(NamedTuple):
     has_zeros: bool = False
     has_order: bool = False
     has_minimums: bool = False
+    has_multiples: bool = False
+    """Scales and minimums are multiples of units, as in GGUF's K formats."""
 
 
 CASES = (
@@ -32,9 +36,12 @@ CASES = (
     Case(CodeKind.INT4, (70, 200), 32, torch.float32, has_zeros=True),
     Case(CodeKind.INT4, (70, 200), 32, torch.bfloat16, has_zeros=True),
     Case(CodeKind.INT4, (96, 160), 32, has_minimums=True),
+    Case(CodeKind.INT4, (70, 512), 32, has_minimums=True, has_multiples=True),
+    Case(CodeKind.INT8, (96, 256), 16, has_multiples=True),
     Case(CodeKind.INT8, (70, 80), 16),
     Case(CodeKind.NF4, (96, 192), 64, torch.float32),
     Case(CodeKind.FP4, (70, 256), 32, torch.float32),
+    Case(CodeKind.FP4, (70, 80), 16, torch.float32),
     Case(CodeKind.NF4, (34, 300), 300),
     Case(CodeKind.FP8, (70, 257), 257, torch.float32),
     Case(CodeKind.FP8, (160, 300), 128, torch.float32),
@@ -68,8 +75,28 @@ def make_weight(case: Case, seed: int = 0) -> QuantizedWeight:
     if case.has_order:
         order = torch.randperm(num_inputs, generator=generator) // case.group_size
     rounded = scales.to(case.scales).float()
-    return QuantizedWeight(
+    weight = QuantizedWeight(
         *(case.kind, codes, rounded, zeros, case.group_size, order),
         minimums=minimums,
         table=table,
     )
+    return _with_multiples(weight, generator) if case.has_multiples else weight
+
+
+def _with_multiples(weight: QuantizedWeight, generator: torch.Generator) -> QuantizedWeight:
+    """Replace the scales, and the minimums if there are any, by multiples of random units."""
+    num_outputs, num_groups = weight.scales.shape
+    num_sections = num_groups * weight.group_size // _SECTION_INPUTS
+
+    def draw() -> Multiples:
+        codes = torch.randint(
+            -64, 64, (num_outputs, num_groups), generator=generator, dtype=torch.int8
+        )
+        return Multiples(codes, torch.rand(num_outputs, num_sections, generator=generator).half())
+
+    scales = draw()
+    weight = weight._replace(scales=scales.values(), scale_multiples=scales)
+    if weight.minimums is None:
+        return weight
+    minimums = draw()
+    return weight._replace(minimums=minimums.values(), minimum_multiples=minimums)
