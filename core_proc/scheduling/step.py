@@ -177,7 +177,8 @@ class ScheduledStep:
         if request.sampling_params.pooling is not None:
             self.num_pooled += 1
             self._answer_left -= VECTOR_BYTES
-        self._answer_left -= num_drafts * sampled_row_bytes(request.sampling_params)
+        if num_drafts:
+            self._answer_left -= num_drafts * sampled_row_bytes(request.sampling_params)
 
     def num_granted_to(self, requests: Sequence[Request]) -> int:
         sampling = set(self.sampling)
