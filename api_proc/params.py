@@ -11,10 +11,10 @@ from protocol.model_facts import ModelFacts
 from protocol.sampling import MAX_LOGPROBS, Grammar, SamplingParams, ThinkingBudget
 
 MAX_WORD_TOKENS = 1024
-"""Most tokens in one bad word."""
+"""Maximum number of tokens of a bad word."""
 MAX_BAD_TOKENS = 4096
-"""Most tokens in all bad words of a request. Each of up to 128 sequences has its own list in the
-API, the core and the worker, in which a token takes 36 bytes."""
+"""Maximum number of tokens in all bad words of a request. Each of up to 128 sequences has its own
+list in the API, the core and the worker, in which a token takes 36 bytes."""
 
 
 def sampling_params(

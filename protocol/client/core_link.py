@@ -217,9 +217,8 @@ class CoreLink:
         self._loop.call_soon(self._on_link_events)
 
     def _close_channel(self) -> None:
-        if not self._loop.is_closed():
-            for fd in self._fds:
-                self._loop.remove_reader(fd)
+        for fd in self._fds:
+            self._loop.remove_reader(fd)
         self._finalizer.detach()
         self._channel.close()
 

@@ -127,7 +127,7 @@ def _run(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 @contextlib.contextmanager
 def _progress(num_lines: int, num_before: int) -> Iterator[Callable[[int], object]]:
-    """Show the number of answered lines: a bar in a terminal, and otherwise a line now and then."""
+    """Show the number of answered lines: a bar in a terminal, else a line every 10 s at most."""
     with tqdm(total=num_lines, initial=num_before, unit="line", disable=None) as bar:
         if not bar.disable:
             yield bar.update

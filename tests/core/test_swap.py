@@ -141,16 +141,22 @@ def test_a_host_block_that_is_read_in_this_step_is_written_in_the_next() -> None
     assert swapper.prefers(second, 1)
 
 
-def test_a_step_copies_no_more_blocks_than_its_message_holds(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(swap, "MAX_COPIES", 3)
+def with_three_preempted() -> Harness:
+    """Preempt three requests, of two blocks each, after one step."""
     bench = Harness(blocks=64, num_host_blocks=32)
     for name in "abc":
         bench.add(name, 32, 4)
     bench.step()
     for name in "abc":
         bench.scheduler.preempt(bench.requests[name])
+    return bench
+
+
+def test_a_step_copies_no_more_blocks_than_its_message_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(swap, "MAX_COPIES", 3)
+    bench = with_three_preempted()
     assert bench.scheduler.swapper.num_swapped_out == 1
     bench.run()
     assert bench.outputs == dict.fromkeys("abc", [PLAIN_TOKEN] * 4)
@@ -159,12 +165,7 @@ def test_a_step_copies_no_more_blocks_than_its_message_holds(
 def test_a_step_copies_back_no_more_blocks_than_its_message_holds(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    bench = Harness(blocks=64, num_host_blocks=32)
-    for name in "abc":
-        bench.add(name, 32, 4)
-    bench.step()
-    for name in "abc":
-        bench.scheduler.preempt(bench.requests[name])
+    bench = with_three_preempted()
     num_ids = 33 + 64 + 3 + 2 * 2  # tokens, parameters, blocks, and pairs of blocks
     monkeypatch.setattr(step, "_MAX_NEW_IDS", 3 * num_ids - 5)
     bench.step()

@@ -47,8 +47,8 @@ def _tokenizer_eos(directory: Path) -> int | None:
         return None
     listed = config.get("added_tokens_decoder")
     for key, token in (listed if isinstance(listed, dict) else {}).items():
-        is_it = isinstance(token, dict) and token.get("content") == name
-        if is_it and re.fullmatch(r"[0-9]{1,9}", str(key)):
+        is_eos = isinstance(token, dict) and token.get("content") == name
+        if is_eos and re.fullmatch(r"[0-9]{1,9}", str(key)):
             return int(key)
     try:
         file = msgspec.json.decode((directory / "tokenizer.json").read_bytes(), type=_TokenizerFile)
